@@ -39,16 +39,16 @@ class Membership(Protocol):
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
         """Wait until unknown processes ask to join, and return them."""
 
-    async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
+    async def welcome(self, num_old: int, uids: Collection[int], strategy: str) -> None:
         """Tell the processes with these uids that they are in this epoch; the first ``num_old`` ranks know."""
 
-    async def invite(self, num_old: int, births: Collection[int], strategy: str) -> bool:
+    async def invite(self, num_old: int, uids: Collection[int], strategy: str) -> bool:
         """Tell waiting processes to set up this epoch, to which they may be admitted; False if one cannot be told."""
 
-    async def give_up(self, births: Collection[int]) -> None:
+    async def give_up(self, uids: Collection[int]) -> None:
         """Tell the launcher that the processes with these uids were given up."""
 
-    async def let_go(self, births: Collection[int]) -> None:
+    async def let_go(self, uids: Collection[int]) -> None:
         """Tell the launcher that the processes with these uids were released; one of these may be this process."""
 
     async def wanted(self, known: Wanted) -> Wanted:
@@ -57,7 +57,7 @@ class Membership(Protocol):
     async def want_size(self, size: int) -> None:
         """Request this number of ranks."""
 
-    async def want_replaced(self, birth: int) -> None:
+    async def want_replaced(self, uid: int) -> None:
         """Request that another process replace this one."""
 
     async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
@@ -280,17 +280,17 @@ class AloneMembership(Membership):
         """Wait for ever: without a store, no process can join."""
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
-    async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
+    async def welcome(self, num_old: int, uids: Collection[int], strategy: str) -> None:
         """Do nothing: there are no joining ranks."""
 
-    async def invite(self, num_old: int, births: Collection[int], strategy: str) -> bool:
+    async def invite(self, num_old: int, uids: Collection[int], strategy: str) -> bool:
         """Never called: there are no joining ranks."""
         return False
 
-    async def give_up(self, births: Collection[int]) -> None:
+    async def give_up(self, uids: Collection[int]) -> None:
         """Do nothing: this world has no launcher."""
 
-    async def let_go(self, births: Collection[int]) -> None:
+    async def let_go(self, uids: Collection[int]) -> None:
         """Do nothing: this world has no launcher."""
 
     async def wanted(self, known: Wanted) -> Wanted:
@@ -301,7 +301,7 @@ class AloneMembership(Membership):
         """Refuse: no process can join."""
         raise ConfigError("a world of one cannot grow, since it has no store: start the job with kfcomm run --elastic")
 
-    async def want_replaced(self, birth: int) -> None:
+    async def want_replaced(self, uid: int) -> None:
         """Refuse: no process can take its place."""
         raise ConfigError("a world of one cannot grow, since it has no store: start the job with kfcomm run --elastic")
 

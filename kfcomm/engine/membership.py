@@ -30,19 +30,19 @@ WORD_WITHIN_S = 2.0
 
 
 class StoreMembership(Membership):
-    """Membership of one epoch of a job with a store; ``births`` are the uids of the peers, by rank."""
+    """Membership of one epoch of a job with a store; ``uids`` are those of the peers, by rank."""
 
     def __init__(
-        self, meeting: Meeting, peers: Sequence[PeerInfo], births: Sequence[int], epoch: int, attempt: int, job: str
+        self, meeting: Meeting, peers: Sequence[PeerInfo], uids: Sequence[int], epoch: int, attempt: int, job: str
     ) -> None:
         self._meeting = meeting
         self._settings = meeting.settings
         self._peers = peers
-        self._births = births
+        self._uids = uids
         self._epoch = epoch
         self._attempt = attempt
         self._job = job
-        self._me = peers[births.index(meeting.settings.rank)]
+        self._me = peers[uids.index(meeting.settings.rank)]
 
     @property
     @override
@@ -51,7 +51,7 @@ class StoreMembership(Membership):
 
     @override
     def may_live(self, peer: int) -> bool:
-        end = self._meeting.ends.get(self._births[peer])
+        end = self._meeting.ends.get(self._uids[peer])
         return end is None or not is_certain(end)
 
     @override
@@ -77,7 +77,7 @@ class StoreMembership(Membership):
 
     async def _fits(self, candidate: Candidate) -> bool:
         """Whether a process can be admitted; one of another version is sent the reason."""
-        if candidate.birth in self._births or candidate.birth in self._meeting.ends:
+        if candidate.birth in self._uids or candidate.birth in self._meeting.ends:
             return False
         try:
             peer = PeerInfo.from_wire(candidate.about)
@@ -92,39 +92,39 @@ class StoreMembership(Membership):
         return True
 
     @override
-    async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
-        for birth in births:
-            await self._meeting.client.claim(f"{ENTRY}/{birth}", self._told(num_old, strategy))
+    async def welcome(self, num_old: int, uids: Collection[int], strategy: str) -> None:
+        for uid in uids:
+            await self._meeting.client.claim(f"{ENTRY}/{uid}", self._told(num_old, strategy))
 
     @override
-    async def invite(self, num_old: int, births: Collection[int], strategy: str) -> bool:
+    async def invite(self, num_old: int, uids: Collection[int], strategy: str) -> bool:
         told = self._told(num_old, strategy)
         # A process is invited once: one for which that has failed is admitted without.
-        return all([await self._meeting.client.claim(f"{INVITED}/{birth}", told) == told for birth in births])
+        return all([await self._meeting.client.claim(f"{INVITED}/{uid}", told) == told for uid in uids])
 
     def _told(self, num_old: int, strategy: str) -> bytes:
         peers = [peer.to_wire() for peer in self._peers]
-        told = [self._epoch, self._births, peers, num_old, strategy, self._attempt]
+        told = [self._epoch, self._uids, peers, num_old, strategy, self._attempt]
         return bytes(msgpack.packb(told))
 
     @override
-    async def give_up(self, births: Collection[int]) -> None:
-        for birth in births:
-            await self._meeting.client.claim(f"{GIVEN_UP}/{birth}", b"")
+    async def give_up(self, uids: Collection[int]) -> None:
+        for uid in uids:
+            await self._meeting.client.claim(f"{GIVEN_UP}/{uid}", b"")
 
     @override
-    async def let_go(self, births: Collection[int]) -> None:
+    async def let_go(self, uids: Collection[int]) -> None:
         me = self._settings.rank
-        if me in births and self._settings.launcher is not None:
+        if me in uids and self._settings.launcher is not None:
             # the process tells its launcher itself, which hears it before it sees the process end
             exit_report.report_release()
             return
-        if me in births:
+        if me in uids:
             with contextlib.suppress(RendezvousError):  # it leaves all the same
                 await self._meeting.client.claim(f"{RELEASED}/{me}", b"", timeout_s=WORD_WITHIN_S)
             return
-        for birth in births:
-            await self._meeting.client.claim(f"{RELEASED}/{birth}", b"")
+        for uid in uids:
+            await self._meeting.client.claim(f"{RELEASED}/{uid}", b"")
 
     @override
     async def wanted(self, known: Wanted) -> Wanted:
@@ -146,11 +146,11 @@ class StoreMembership(Membership):
         await client.ask_size(size)
 
     @override
-    async def want_replaced(self, birth: int) -> None:
+    async def want_replaced(self, uid: int) -> None:
         # the launcher hears it first, so that the end of that process is none of the job
         client = self._meeting.client
-        await client.claim(f"{REPLACED}/{birth}", b"")
-        await client.ask_to_go(birth)
+        await client.claim(f"{REPLACED}/{uid}", b"")
+        await client.ask_to_go(uid)
 
     @override
     async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
@@ -164,7 +164,7 @@ class StoreMembership(Membership):
             held = await client.claim(key, mine, timeout_s=WORD_WITHIN_S)
             is_mine = self._me.uid in msgpack.unpackb(held)
             for rank in rivals if is_mine else ():
-                await client.claim(f"{GIVEN_UP}/{self._births[rank]}", b"", timeout_s=WORD_WITHIN_S)
+                await client.claim(f"{GIVEN_UP}/{self._uids[rank]}", b"", timeout_s=WORD_WITHIN_S)
         except RendezvousError:
             return False
         return is_mine

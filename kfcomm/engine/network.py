@@ -59,16 +59,16 @@ ATTEMPT_BITS = 32
 class SocketNetwork(Network):
     """Network of one process among others, joined through the store or made by surviving ranks.
 
-    ``births`` are the uids of the peers (their ranks in the first epoch), by rank. ``attempt`` is the number of the
+    ``uids`` are those of the peers (their ranks in the first epoch), by rank. ``attempt`` is the number of the
     preparation of this epoch, while the former one was in use; 0 without one.
     """
 
     def __init__(
-        self, meeting: Meeting, peers: Sequence[PeerInfo], listener: Listener, births: Sequence[int], epoch: int = 0,
+        self, meeting: Meeting, peers: Sequence[PeerInfo], listener: Listener, uids: Sequence[int], epoch: int = 0,
         attempt: int = 0,
     ) -> None:  # fmt: skip
         settings = meeting.settings
-        self.births = tuple(births)
+        self.births = tuple(uids)
         self.peers = tuple(peers)
         self.layout = layout_of(peers)
         self.host_names = tuple(peer.host_name for peer in peers)
@@ -118,8 +118,8 @@ class SocketNetwork(Network):
     @classmethod
     def of(cls, meeting: Meeting, told: Sequence[Any], listener: Listener) -> SocketNetwork:
         """Network of an epoch to which this process is admitted, or invited."""
-        epoch, births, wires, num_old, strategy, attempt = told
-        made = cls(meeting, [PeerInfo.from_wire(one) for one in wires], listener, births, epoch, attempt)
+        epoch, uids, wires, num_old, strategy, attempt = told
+        made = cls(meeting, [PeerInfo.from_wire(one) for one in wires], listener, uids, epoch, attempt)
         made.num_old, made.strategy = num_old, strategy
         return made
 
@@ -250,8 +250,8 @@ class SocketNetwork(Network):
             peers = [replace(peer, links=row) for peer, row in zip(peers, self._rows(peers), strict=True)]
         is_prepared = number[1] > 0
         peers += [peer_of(one, len(parts) + at, is_prepared=is_prepared) for at, one in enumerate(joiners)]
-        births = [*(self.births[old] for old in parts), *(one.birth for one in joiners)]
-        made = SocketNetwork(self._meeting, peers, listener, births, *number)
+        uids = [*(self.births[old] for old in parts), *(one.birth for one in joiners)]
+        made = SocketNetwork(self._meeting, peers, listener, uids, *number)
         made._owns_store = False
         if not made._attempt:
             made._former = dict(self._endpoints)

@@ -81,7 +81,7 @@ class Elasticity:
 
     def in_stage(self, *stages: Stage) -> set[int]:
         """Uids of the processes in one of these stages."""
-        return {birth for birth, stage in self.stages.items() if stage in stages}
+        return {uid for uid, stage in self.stages.items() if stage in stages}
 
     @property
     def running(self) -> set[int]:
@@ -111,7 +111,7 @@ class Elasticity:
         return max(0, self.size + self.spares - len(self.in_stage(*COUNTED)) - self.unreplaced)
 
     @property
-    def next_birth(self) -> int:
+    def next_uid(self) -> int:
         """Uid of the next process."""
         return max(self.where, default=-1) + 1
 
@@ -122,9 +122,9 @@ class Elasticity:
             return self.most + self.spares
         return sum(self.slots.get(address, 0) for address in {one.address for one in self.places if not one.is_gone})
 
-    def births_at(self, host: int) -> list[int]:
+    def uids_at(self, host: int) -> list[int]:
         """Uids of all processes ever started on a host."""
-        return [birth for birth, place in self.where.items() if place == host]
+        return [uid for uid, place in self.where.items() if place == host]
 
     def by_host(self) -> list[tuple[str, list[int]]]:
         """Address of each host that has or had a launcher, and its running ranks."""
@@ -138,72 +138,72 @@ class Elasticity:
         num_ranks = next((one.num_ranks for one in self.places if one.address == address), 1)
         self.places[position] = RankPlace(address, num_ranks, is_gone=True)
 
-    def begun(self, birth: int, host: int = 0) -> None:
+    def begun(self, uid: int, host: int = 0) -> None:
         """Note that a process runs."""
-        self.stages[birth] = Stage.RUNS
-        self.where[birth] = host
+        self.stages[uid] = Stage.RUNS
+        self.where[uid] = host
 
     def goes_on(self, starts: Mapping[int, int], exits: Mapping[int, Exit], size: int) -> None:
         """Restore the state of a running job; ``starts`` are the hosts of all processes ever started, by uid."""
         self.where = dict(starts)
         # Processes that ended with code 0 count as released: FINISHED would end all replacements.
-        self.stages = {birth: Stage.ENDED if birth in exits else Stage.RUNS for birth in starts}
+        self.stages = {uid: Stage.ENDED if uid in exits else Stage.RUNS for uid in starts}
         self.resize(size)
 
-    def given_up(self, birth: int) -> None:
+    def given_up(self, uid: int) -> None:
         """Note that the ranks have given up one of them, whose process may not have ended yet."""
-        match self.stages.get(birth):
+        match self.stages.get(uid):
             case Stage.RUNS:
-                self.stages[birth] = Stage.GIVEN_UP
+                self.stages[uid] = Stage.GIVEN_UP
             case Stage.LEAVING:  # its replacement has been started
-                self.stages[birth] = Stage.RELEASED
+                self.stages[uid] = Stage.RELEASED
 
-    def released(self, birth: int) -> bool:
+    def released(self, uid: int) -> bool:
         """Note that the ranks have released one of them, or that it will not be admitted; return whether that is new.
 
         It ends by itself, and is not replaced; if more ranks are wanted, they are owed from now on.
         """
-        stage = self.stages.get(birth)
+        stage = self.stages.get(uid)
         if stage in (None, Stage.RELEASED, Stage.ENDED):
             return False
-        self.stages[birth] = Stage.ENDED if stage is Stage.FINISHED else Stage.RELEASED
+        self.stages[uid] = Stage.ENDED if stage is Stage.FINISHED else Stage.RELEASED
         return True
 
-    def not_started(self, birth: int) -> None:
+    def not_started(self, uid: int) -> None:
         """Note that a process could not be started; its uid is not used again."""
-        if self.stages.get(birth) in LIVING:
-            self.stages[birth] = Stage.ENDED
-            self._later.pop(birth, None)
+        if self.stages.get(uid) in LIVING:
+            self.stages[uid] = Stage.ENDED
+            self._later.pop(uid, None)
 
-    def ended(self, birth: int, code: int, now_s: float = 0.0) -> Stage:
+    def ended(self, uid: int, code: int, now_s: float = 0.0) -> Stage:
         """Note the end of a process; return its previous stage."""
-        before = self.stages.get(birth, Stage.ENDED)
+        before = self.stages.get(uid, Stage.ENDED)
         if before not in LIVING:
             return before
         is_missed = before in COUNTED
-        self._change(birth, Stage.FINISHED if code == 0 and before is not Stage.RELEASED else Stage.ENDED)
-        begun_s = self._later.pop(birth, None)
+        self._change(uid, Stage.FINISHED if code == 0 and before is not Stage.RELEASED else Stage.ENDED)
+        begun_s = self._later.pop(uid, None)
         # A host on which processes keep failing early rests for 1 s, then for 2, and so on. A process that had to leave
         # says nothing about its host.
         if begun_s is not None and is_missed:
-            health = self._health_of(self.places[self.where[birth]])
+            health = self._health_of(self.places[self.where[uid]])
             health.failures = health.failures + 1 if code and now_s - begun_s < FLEDGED_S else 0
             if health.failures > 1:
                 health.rests_until_s = now_s + min(2.0 ** (health.failures - 2), LONGEST_REST_S)
         return before
 
-    def replace(self, birth: int) -> bool:
+    def replace(self, uid: int) -> bool:
         """Have a running process replaced; return whether it runs."""
-        if self.stages.get(birth) is not Stage.RUNS:
+        if self.stages.get(uid) is not Stage.RUNS:
             return False
-        self._change(birth, Stage.LEAVING)
+        self._change(uid, Stage.LEAVING)
         return True
 
-    def _change(self, birth: int, stage: Stage) -> None:
+    def _change(self, uid: int, stage: Stage) -> None:
         """Put a process in a stage; a process that is owed because of this uses up a restart, if any is left."""
         # Counted before and after, so that only a change that makes a process owed uses up a restart.
         owed = self.owed
-        self.stages[birth] = stage
+        self.stages[uid] = stage
         if self.owed > owed:
             if self.restarts:
                 self.restarts -= 1
@@ -237,14 +237,14 @@ class Elasticity:
         # Hosts without any slot come first, and of these the last one. On each host, waiting processes go first.
         addresses = dict.fromkeys(one.address for one in self.places[::-1])
         for address in sorted(addresses, key=lambda one: slots.get(one, 0) > 0):
-            here = sorted(self._at(address, staying), key=lambda birth: (birth in waiting, birth))
-            for birth in here[slots.get(address, 0) :][::-1]:
-                if birth in waiting:
-                    found.append(birth)
-                    self.stages[birth] = Stage.RELEASED
+            here = sorted(self._at(address, staying), key=lambda uid: (uid in waiting, uid))
+            for uid in here[slots.get(address, 0) :][::-1]:
+                if uid in waiting:
+                    found.append(uid)
+                    self.stages[uid] = Stage.RELEASED
                 elif spare > 0:
                     spare -= 1
-                    self.stages[birth] = Stage.LEAVING
+                    self.stages[uid] = Stage.LEAVING
         return found
 
     def start(self, now_s: float = 0.0) -> tuple[int, int] | None:
@@ -256,10 +256,10 @@ class Elasticity:
         if not self.owed or not free:
             return None
         host = min(free, key=lambda one: (self._fullness(self.places[one]), one))
-        birth = self.next_birth
-        self.begun(birth, host)
-        self._later[birth] = now_s
-        return birth, host
+        uid = self.next_uid
+        self.begun(uid, host)
+        self._later[uid] = now_s
+        return uid, host
 
     def next_place_s(self) -> float | None:
         """Time at which the next host has rested; None without an open host."""
@@ -277,8 +277,8 @@ class Elasticity:
         weight = place.num_ranks if self.slots is None else self.slots.get(place.address, 0)
         return len(self._at(place.address, self.in_stage(*LIVING))) / weight if weight else 1.0
 
-    def _at(self, address: str, births: Collection[int]) -> list[int]:
-        return [birth for birth in births if self.places[self.where[birth]].address == address]
+    def _at(self, address: str, uids: Collection[int]) -> list[int]:
+        return [uid for uid in uids if self.places[self.where[uid]].address == address]
 
     def _health_of(self, place: RankPlace) -> Health:
         return self._health.setdefault(place.address, Health())
@@ -303,5 +303,5 @@ def parse(text: str, ranks: Sequence[int], restarts: int, spares: int = 0, addre
         found.places.append(RankPlace(addresses[host] if addresses else str(host), count))
         for _ in range(count):
             # Of a job that begins, the uids are the ranks.
-            found.begun(found.next_birth, host)
+            found.begun(found.next_uid, host)
     return found

@@ -281,7 +281,7 @@ class LaunchJob:
 
     def ranks_of(self, host: int) -> Iterable[int]:
         """Ranks that a host has, or had, as far as known here."""
-        return self.plan.ranks_of(host) if self.elastic is None else self.elastic.births_at(host)
+        return self.plan.ranks_of(host) if self.elastic is None else self.elastic.uids_at(host)
 
     def _check_descriptors(self) -> None:
         """Raise the soft limit of open files as needed.

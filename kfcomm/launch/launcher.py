@@ -100,7 +100,7 @@ class Role(Protocol):
     def rank_ended(self, end: Exit) -> None:
         """Handle the end of a rank of any host, once."""
 
-    def rank_released(self, birth: int) -> None:
+    def rank_released(self, uid: int) -> None:
         """Note that the ranks have released one of this host, or any if the store says so."""
 
     def store_lost(self) -> None:
@@ -204,16 +204,16 @@ class Launcher:
         if not goes_on:
             self.ranks.end(signal.SIGTERM)
 
-    async def launch(self, birth: int, store: KeyValue) -> None:
+    async def launch(self, uid: int, store: KeyValue) -> None:
         """Start a rank of an elastic job here."""
         # The order may have been withdrawn while the store saved it.
-        if self.phase is not LauncherPhase.STOPPED and birth not in self.ranks.dismissed:
+        if self.phase is not LauncherPhase.STOPPED and uid not in self.ranks.dismissed:
             try:
-                self._follow(birth, self.start(birth), store)
+                self._follow(uid, self.start(uid), store)
                 return
             except CommandError as error:
-                self.say(f"rank {birth} could not be started: {error}")
-        end = Exit(birth, NOT_STARTED, Why.ITSELF)
+                self.say(f"rank {uid} could not be started: {error}")
+        end = Exit(uid, NOT_STARTED, Why.ITSELF)
         self.note(end)
         await self.report(end, store)
 
@@ -294,7 +294,7 @@ class FixedRole:
             self.launcher.blame.ended(end, monotonic())
             self._judge()
 
-    def rank_released(self, birth: int) -> None:
+    def rank_released(self, uid: int) -> None:
         """Do nothing: ranks of this job are not released."""
 
     def store_lost(self) -> None:

@@ -74,20 +74,20 @@ class LocalRanks:
         """Uids of the processes that have not ended."""
         return self.children.keys() - self.ended.keys()
 
-    def send(self, number: int, births: Iterable[int]) -> None:
+    def send(self, number: int, uids: Iterable[int]) -> None:
         """Send a signal to the process groups of the live ranks."""
-        for birth in self.living.intersection(births):
-            self.children[birth].send(number)
+        for uid in self.living.intersection(uids):
+            self.children[uid].send(number)
 
     def forward(self, number: int) -> None:
         """Forward a signal that does not end the job."""
-        for birth in self.living:
+        for uid in self.living:
             if number in PASSED_ON:
                 # To one process alone: what a rank starts after it has set its handler has the default action again
                 # (execve(2)), and would end.
-                self.children[birth].notify(number, self.reports.pids.get(birth))
+                self.children[uid].notify(number, self.reports.pids.get(uid))
             else:
-                self.children[birth].send(signal.SIGSTOP if number == signal.SIGTSTP else number)
+                self.children[uid].send(signal.SIGSTOP if number == signal.SIGTSTP else number)
 
     def end(self, number: int) -> None:
         """Ask all to end; kill them after the grace, or at once the second time."""
@@ -101,15 +101,15 @@ class LocalRanks:
     def _kill(self) -> None:
         self.send(signal.SIGKILL, self.children)
 
-    def dismiss(self, birth: int) -> None:
+    def dismiss(self, uid: int) -> None:
         """End a process that is not wanted any more, or will not be started."""
-        self.dismissed.add(birth)
-        self.send(signal.SIGTERM, [birth])
-        self.kill_later(birth)
+        self.dismissed.add(uid)
+        self.send(signal.SIGTERM, [uid])
+        self.kill_later(uid)
 
-    def kill_later(self, birth: int) -> None:
+    def kill_later(self, uid: int) -> None:
         """Kill a process after the grace."""
-        asyncio.get_running_loop().call_later(self.grace_s, self.send, signal.SIGKILL, [birth])
+        asyncio.get_running_loop().call_later(self.grace_s, self.send, signal.SIGKILL, [uid])
 
     def wait_for_released(self, say: Callable[[str], None]) -> None:
         """Give released ranks time to end, since the job is over."""
@@ -122,8 +122,8 @@ class LocalRanks:
             self._patience = loop.call_later(RELEASED_WITHIN_S, wait_no_longer)
 
         def wait_no_longer() -> None:
-            for birth in self.released:
-                self.dismiss(birth)
+            for uid in self.released:
+                self.dismiss(uid)
 
         if self._patience is None:
             self._patience = loop.call_later(self.grace_s, wait_longer)
@@ -144,24 +144,24 @@ class LocalRanks:
                 heard_s = monotonic()
             looked_s = monotonic()
             self.reports.drain()
-            seen_s = {birth: self._seen_s(birth, looked_s, blame) for birth in self.living}
-            self.silent = {birth for birth, at_s in seen_s.items() if max(at_s, heard_s) < looked_s - lost_after_s}
+            seen_s = {uid: self._seen_s(uid, looked_s, blame) for uid in self.living}
+            self.silent = {uid for uid, at_s in seen_s.items() if max(at_s, heard_s) < looked_s - lost_after_s}
             # The other ranks no longer watch a released one, so that none of them would give it up.
             self.send(signal.SIGKILL, self.silent & self.released)
             yield self.silent
 
-    def _seen_s(self, birth: int, now_s: float, blame: Blame) -> float:
+    def _seen_s(self, uid: int, now_s: float, blame: Blame) -> float:
         """Time at which a rank was last seen alive; before it joins and while it leaves, by its process state."""
-        if not self.children[birth].is_stopped:
-            self._ran_s[birth] = now_s
-        ran_s, said = self._ran_s.setdefault(birth, now_s), blame.said(birth)
+        if not self.children[uid].is_stopped:
+            self._ran_s[uid] = now_s
+        ran_s, said = self._ran_s.setdefault(uid, now_s), blame.said(uid)
         has_left = said is not None and said.at_s is not None
-        return ran_s if has_left else min(ran_s, self.reports.lived_s.get(birth, ran_s))
+        return ran_s if has_left else min(ran_s, self.reports.lived_s.get(uid, ran_s))
 
 
-def these(births: Iterable[int]) -> str:
+def these(uids: Iterable[int]) -> str:
     """Ranks as the subject of a sentence: ``ranks 1-2 are``."""
-    found = list(births)
+    found = list(uids)
     return f"{ranks_in_words(found)} {'is' if len(found) == 1 else 'are'}"
 
 

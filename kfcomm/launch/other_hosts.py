@@ -253,9 +253,9 @@ class HostRole:
     def rank_ended(self, end: Exit) -> None:
         """Do nothing: the primary launcher decides."""
 
-    def rank_released(self, birth: int) -> None:
+    def rank_released(self, uid: int) -> None:
         """Give the reason with the exit of this rank."""
-        self.launcher.ranks.released.add(birth)
+        self.launcher.ranks.released.add(uid)
 
     def store_lost(self) -> None:
         """Do nothing: `_watch_first` watches the primary launcher."""
@@ -269,14 +269,14 @@ class HostRole:
         if launcher.phase is not LauncherPhase.ALONE:
             return
         if ranks.ended and not ranks.living and all(ranks.ended.values()):
-            birth = [*ranks.children][-1]
-            launcher.fail(Failure(birth, ranks.ended[birth], monotonic()))
+            uid = [*ranks.children][-1]
+            launcher.fail(Failure(uid, ranks.ended[uid], monotonic()))
         elif 0 in launcher.ended.values():
             # the program is completed: no rank is left to admit others
-            for birth in ranks.living:
+            for uid in ranks.living:
                 with contextlib.suppress(KfcommError):
-                    if birth >= launcher.blame.size and not await store.was_let_in(birth):
-                        ranks.send(signal.SIGTERM, [birth])
+                    if uid >= launcher.blame.size and not await store.was_let_in(uid):
+                        ranks.send(signal.SIGTERM, [uid])
 
     def is_over(self) -> bool:
         """Whether all ranks of this host have ended, and no others are to be started here."""
@@ -307,8 +307,8 @@ class HostRole:
             if launcher.phase is LauncherPhase.ALONE:
                 launcher.phase = LauncherPhase.RUNS
             launcher.say("the launcher of the first host is back")
-            for birth in list(launcher.ranks.ended):  # it may have missed the report
-                await launcher.report(launcher.exit_of(birth), store)
+            for uid in list(launcher.ranks.ended):  # it may have missed the report
+                await launcher.report(launcher.exit_of(uid), store)
 
     async def _has_first_again(self) -> bool:
         """Wait until the primary launcher is back, or the job is known to be over."""
@@ -323,23 +323,23 @@ class HostRole:
                 return True
 
     async def _watch_orders(self, store: KeyValue) -> None:
-        async for birth, _ in store.watch(f"{START}/{self.launcher.host}"):
+        async for uid, _ in store.watch(f"{START}/{self.launcher.host}"):
             if self.launcher.phase <= LauncherPhase.ALONE:
-                await self.launcher.launch(birth, store)
+                await self.launcher.launch(uid, store)
 
     async def _watch_dismissed(self, store: KeyValue) -> None:
-        async for birth, _ in store.watch(DISMISSED):
-            self.launcher.ranks.dismiss(birth)
+        async for uid, _ in store.watch(DISMISSED):
+            self.launcher.ranks.dismiss(uid)
 
     async def _watch_given_up(self, store: KeyValue) -> None:
-        async for birth, _ in store.watch(GIVEN_UP):
+        async for uid, _ in store.watch(GIVEN_UP):
             # After the grace only: a live rank is notified that it was given up, and shows its user why it fails.
-            self.launcher.ranks.kill_later(birth)
+            self.launcher.ranks.kill_later(uid)
 
     async def _watch_released(self, store: KeyValue) -> None:
         """Hear of released ranks that were stopped before they could report their release."""
-        async for birth, _ in store.watch(RELEASED):
-            self.rank_released(birth)
+        async for uid, _ in store.watch(RELEASED):
+            self.rank_released(uid)
 
     async def _watch_outcome(self, store: KeyValue) -> None:
         launcher = self.launcher

@@ -77,35 +77,35 @@ class Sizing:
         """Start owed processes, as far as there are places, and later the others; return how many were started."""
         count = 0
         while self.launcher.phase is LauncherPhase.RUNS and (found := self.elastic.start(monotonic())) is not None:
-            birth, host = found
-            self.starting[birth] = self.launcher.spawn(self._start_at(host, birth))
+            uid, host = found
+            self.starting[uid] = self.launcher.spawn(self._start_at(host, uid))
             count += 1
         if self.elastic.owed and (due_s := self.elastic.next_place_s()) is not None:
             # not cancelled when it is not needed any more: then nothing is owed
             asyncio.get_running_loop().call_at(due_s, self.start_owed)
         return count
 
-    async def _start_at(self, host: int, birth: int) -> None:
+    async def _start_at(self, host: int, uid: int) -> None:
         """Have the launcher of a host start a process."""
         try:
             # Saved before the process starts, since a restarted launcher must not use the uid again.
-            await self.store.claim(f"{START}/{host}/{birth}", b"")
+            await self.store.claim(f"{START}/{host}/{uid}", b"")
         except KfcommError as error:
-            self.elastic.not_started(birth)
+            self.elastic.not_started(uid)
             if not isinstance(error, StoreClosed):
-                self.launcher.say(f"rank {birth} is not started: {error}; another is in {RETRY_S:g} s")
+                self.launcher.say(f"rank {uid} is not started: {error}; another is in {RETRY_S:g} s")
                 asyncio.get_running_loop().call_later(RETRY_S, self.start_owed)
             return
         finally:
-            self.starting.pop(birth, None)
+            self.starting.pop(uid, None)
         if host == (self.launcher.host or 0):
-            await self.launcher.launch(birth, self.store)
+            await self.launcher.launch(uid, self.store)
 
     def give_up_starting(self) -> None:
         """Withdraw the starts that the store has not saved."""
         while self.starting:
-            birth, task = self.starting.popitem()
-            self.elastic.not_started(birth)  # here, since a task that has not begun cannot handle its cancellation
+            uid, task = self.starting.popitem()
+            self.elastic.not_started(uid)  # here, since a task that has not begun cannot handle its cancellation
             task.cancel()
 
     def ask_size(self, size: int) -> asyncio.Task[None]:
@@ -178,29 +178,29 @@ class Sizing:
 
     async def _watch_replaced(self) -> None:
         """Start replacements that the ranks have requested."""
-        async for birth, _ in self.store.watch(REPLACED):
-            if not self.is_quiet and self.elastic.replace(birth):
-                self.launcher.say(f"rank {birth} is to be replaced; {self.start_owed()} started in its place")
+        async for uid, _ in self.store.watch(REPLACED):
+            if not self.is_quiet and self.elastic.replace(uid):
+                self.launcher.say(f"rank {uid} is to be replaced; {self.start_owed()} started in its place")
 
     async def waiting(self) -> list[int]:
         """Uids of processes that were started to join, and have not been admitted."""
-        return [birth for birth in sorted(self.elastic.running) if not await self.was_let_in(birth)]
+        return [uid for uid in sorted(self.elastic.running) if not await self.was_let_in(uid)]
 
-    async def was_let_in(self, birth: int) -> bool:
+    async def was_let_in(self, uid: int) -> bool:
         """Whether a process takes part, or did."""
         try:
-            return birth < self.launcher.blame.size or await self.store.was_let_in(birth)
+            return uid < self.launcher.blame.size or await self.store.was_let_in(uid)
         except StoreClosed:
             return True  # processes that were not admitted before end by themselves
 
-    def dismiss(self, births: Iterable[int]) -> None:
+    def dismiss(self, uids: Iterable[int]) -> None:
         """Release processes that are not wanted any more."""
-        for birth in births:
-            self.elastic.released(birth)
-            self.launcher.ranks.dismiss(birth)
-            if birth not in self.launcher.ranks.children:
+        for uid in uids:
+            self.elastic.released(uid)
+            self.launcher.ranks.dismiss(uid)
+            if uid not in self.launcher.ranks.children:
                 # Its launcher is on another host.
-                self.launcher.spawn(claimed(self.store, f"{DISMISSED}/{birth}"))
+                self.launcher.spawn(claimed(self.store, f"{DISMISSED}/{uid}"))
 
 
 @dataclass(slots=True)
@@ -224,8 +224,8 @@ class PrimaryRole:
     def watches(self, store: KeyValue) -> list[Coroutine[Any, Any, None]]:
         """Start what is missing; watch requests, hosts and the state of the ranks."""
         self.store = store
-        failed = {birth: code for birth, code in self.launcher.ended.items() if code}
-        self._failures = {birth: Failure(birth, code, monotonic()) for birth, code in failed.items()}
+        failed = {uid: code for uid, code in self.launcher.ended.items() if code}
+        self._failures = {uid: Failure(uid, code, monotonic()) for uid, code in failed.items()}
         return [
             *self.sizing.watches(store), self._watch_given_up(), self._watch_leaving(), self._watch_launchers(),
             self._watch_silent(), self._watch_released(),
@@ -285,14 +285,14 @@ class PrimaryRole:
 
     async def _is_one_missed(self) -> bool:
         """Whether a rank has failed that live ranks would have given up by now."""
-        for birth in self._failures.keys() - self._given_up:
-            if await self.sizing.was_let_in(birth):
+        for uid in self._failures.keys() - self._given_up:
+            if await self.sizing.was_let_in(uid):
                 return True
         return False
 
     def _cause(self) -> Failure:
         """The last failure that is not given up and blames no other rank; else the last one."""
-        unanswered = [one for birth, one in self._failures.items() if birth not in self._given_up]
+        unanswered = [one for uid, one in self._failures.items() if uid not in self._given_up]
         causes = [one for one in unanswered if one.rank not in self._secondary]
         nobody = Failure(
             max(self.launcher.ended, default=0), 1, monotonic(), summary="no rank has come to the end of the program"
@@ -331,10 +331,10 @@ class PrimaryRole:
             instead = f"; another is started in {max(0.0, due_s - monotonic()):.0f} s"
         launcher.say(f"rank {end.rank} ended ({_how(end)}); {num_left} go on{instead}")
 
-    def rank_released(self, birth: int) -> None:
+    def rank_released(self, uid: int) -> None:
         """Start a replacement if one is wanted, as after another change of size."""
-        self.launcher.ranks.released.add(birth)
-        if self.elastic.released(birth) and (count := self.sizing.start_owed()):
+        self.launcher.ranks.released.add(uid)
+        if self.elastic.released(uid) and (count := self.sizing.start_owed()):
             self.sizing.say_size(count)
         self.launcher.changed.set()
 
@@ -343,27 +343,27 @@ class PrimaryRole:
         if self.launcher.phase is LauncherPhase.RUNS:
             self.launcher.advance(LauncherPhase.ALONE)
             self.sizing.give_up_starting()
-            for birth, host in self.elastic.where.items():
+            for uid, host in self.elastic.where.items():
                 # Their exits cannot be heard any more, and the job would wait for them for ever.
                 if host != (self.launcher.host or 0):
-                    self.elastic.not_started(birth)
+                    self.elastic.not_started(uid)
             self.launcher.say("the store is unreachable: automatic replacement is disabled")
 
     async def _watch_given_up(self) -> None:
         """Kill ranks that the others have given up: they may be stopped or stuck."""
-        async for birth, _ in self.store.watch(GIVEN_UP):
-            self.rank_given_up(birth)
+        async for uid, _ in self.store.watch(GIVEN_UP):
+            self.rank_given_up(uid)
 
-    def rank_given_up(self, birth: int) -> None:
+    def rank_given_up(self, uid: int) -> None:
         """Note that the ranks continue without one of them."""
-        self._given_up.add(birth)
-        self.elastic.given_up(birth)
-        self.launcher.ranks.kill_later(birth)  # after it could show its user why it fails
+        self._given_up.add(uid)
+        self.elastic.given_up(uid)
+        self.launcher.ranks.kill_later(uid)  # after it could show its user why it fails
 
     async def _watch_released(self) -> None:
         """Hear of released ranks that were stopped before they could report their release, or of other hosts."""
-        async for birth, _ in self.store.watch(RELEASED):
-            self.rank_released(birth)
+        async for uid, _ in self.store.watch(RELEASED):
+            self.rank_released(uid)
 
     async def _watch_silent(self) -> None:
         async for _ in self.launcher.ranks.silences(self.lost_after_s, self.launcher.blame):
@@ -377,8 +377,8 @@ class PrimaryRole:
         """Mark the unreported ranks of launchers that have ended as not started."""
         async for host, _ in self.store.watch(LAUNCHERS):
             self.elastic.places[host].is_gone = True
-            for birth in self.elastic.births_at(host):
-                self.launcher.note(Exit(birth, NOT_STARTED, Why.ITSELF))
+            for uid in self.elastic.uids_at(host):
+                self.launcher.note(Exit(uid, NOT_STARTED, Why.ITSELF))
 
 
 async def _asked(exits: KeyValue, size: int) -> None:

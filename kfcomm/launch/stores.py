@@ -329,10 +329,10 @@ def _survivors(store: LocalStore, elastic: Elasticity) -> Mapping[int, list[int]
     arrived, ended, leaving = (store.contents.folder(one).keys() for one in (LAUNCHED, LAUNCHERS, LEAVING))
     come = arrived - ended - leaving
     found: dict[int, list[int]] = {}
-    for birth, host in _starts(store, elastic).items():
+    for uid, host in _starts(store, elastic).items():
         # Ranks of the first host have ended with its launcher.
-        if host and str(host) in come and birth not in store.contents.exits:
-            found.setdefault(host, []).append(birth)
+        if host and str(host) in come and uid not in store.contents.exits:
+            found.setdefault(host, []).append(uid)
     return found
 
 
@@ -349,12 +349,12 @@ async def _is_any_heard(store: LocalStore, hosts: Mapping[int, list[int]], withi
 async def _go_on(server: StoreServer, elastic: Elasticity, survivors: Mapping[int, list[int]]) -> None:
     store = server.store
     starts = _starts(store, elastic)
-    living = {birth for births in survivors.values() for birth in births}
+    living = {uid for uids in survivors.values() for uid in uids}
     # These ended with a launcher that could not report them.
-    for birth in sorted(starts.keys() - living - store.contents.exits.keys()):
-        await store.report_exit(Exit(birth, _KILLED))
+    for uid in sorted(starts.keys() - living - store.contents.exits.keys()):
+        await store.report_exit(Exit(uid, _KILLED))
     for host in range(1, len(elastic.places)):
         elastic.places[host].is_gone = host not in survivors
     elastic.goes_on(starts, store.contents.exits, _asked_last(store) or elastic.asked)
-    for birth in map(int, store.contents.folder(RELEASED).keys() | store.contents.folder(DISMISSED).keys()):
-        elastic.released(birth)
+    for uid in map(int, store.contents.folder(RELEASED).keys() | store.contents.folder(DISMISSED).keys()):
+        elastic.released(uid)

@@ -221,9 +221,9 @@ class KeyValue(ABC):
         """Limit the ranks to this; called by the primary launcher, which knows the available slots."""
         await self._ask_for(lambda _: _written(wanted, is_held=True))
 
-    async def ask_to_go(self, birth: int) -> None:
+    async def ask_to_go(self, uid: int) -> None:
         """Ask a rank to leave, on top of earlier requests; the launcher is notified by other means."""
-        await self._ask_for(lambda last: _written(Wanted(last.size, (*last.leavers, birth)), is_held=True))
+        await self._ask_for(lambda last: _written(Wanted(last.size, (*last.leavers, uid)), is_held=True))
 
     async def _ask_for(self, following: Callable[[Wanted], bytes]) -> None:
         """Apply a change to the latest request, with retries if others write meanwhile; no write if it is the same."""
@@ -234,21 +234,21 @@ class KeyValue(ABC):
             mine = following(Wanted() if last is None else read_wanted(last)[0])
             is_told = mine == last or await self.claim(f"{SIZES}/{1 + len(found)}", mine) == mine
 
-    async def was_let_in(self, birth: int) -> bool:
+    async def was_let_in(self, uid: int) -> bool:
         """Whether a process that was started later is a rank of the job, or was."""
-        return await self.find(f"{ENTRY}/{birth}") is not None
+        return await self.find(f"{ENTRY}/{uid}") is not None
 
 
 def _written(wanted: Wanted, *, is_held: bool) -> bytes:
     """The number, a colon or a space, the uids."""
-    return b"%d%s%s" % (wanted.size, b" " if is_held else b":", b",".join(b"%d" % birth for birth in wanted.leavers))
+    return b"%d%s%s" % (wanted.size, b" " if is_held else b":", b",".join(b"%d" % uid for uid in wanted.leavers))
 
 
 def read_wanted(told: bytes) -> tuple[Wanted, bool]:
     """A value of the folder of sizes, and whether the launcher wrote it."""
     is_held = b" " in told
     size, _, leavers = told.partition(b" " if is_held else b":")
-    return Wanted(int(size), tuple(int(birth) for birth in leavers.split(b",") if birth)), is_held
+    return Wanted(int(size), tuple(int(uid) for uid in leavers.split(b",") if uid)), is_held
 
 
 def loop_now_s() -> float:

@@ -67,22 +67,22 @@ class InSharedMemory:
     """Links as between processes of one host: arenas, rings, and socket pairs in place of dialled connections."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, reactor: Reactor, births: Sequence[int], latest: dict[int, ShmEndpoint]
+        self, loop: asyncio.AbstractEventLoop, reactor: Reactor, uids: Sequence[int], latest: dict[int, ShmEndpoint]
     ) -> None:
         self._loop = loop
         self._reactor = reactor
-        self._births = births
+        self._uids = uids
         self._latest = latest  # what each process shared last, by uid: taken over into this epoch, and replaced
         self._ranks: dict[int, ShmEndpoint] = {}
         self._cut: set[int] = set()
 
     def add(self, rank: int, waiter: Waiter) -> None:
         """Let ``waiter`` receive what the others send to ``rank``."""
-        birth, ranks = self._births[rank], tuple(range(len(self._births)))
+        uid, ranks = self._uids[rank], tuple(range(len(self._uids)))
         surroundings = Surroundings(
-            self._loop, self._reactor, waiter, rank, ranks, len(ranks), former=self._latest.get(birth)
+            self._loop, self._reactor, waiter, rank, ranks, len(ranks), former=self._latest.get(uid)
         )
-        self._ranks[rank] = self._latest[birth] = ShmEndpoint(surroundings)
+        self._ranks[rank] = self._latest[uid] = ShmEndpoint(surroundings)
 
     async def connect(self, rank: int, peer: int) -> Link:
         """Open a link from ``rank`` to ``peer``, as `InMemory.connect`."""
@@ -120,17 +120,17 @@ Links: TypeAlias = InMemory | InSharedMemory
 class MemoryEpoch:
     """Links and control planes of the ranks of one epoch."""
 
-    def __init__(self, world: MemoryWorld, births: tuple[int, ...], layout: Layout, job: str, number: int = 0) -> None:
+    def __init__(self, world: MemoryWorld, uids: tuple[int, ...], layout: Layout, job: str, number: int = 0) -> None:
         self.world = world
-        self.births = births  # uids of the ranks
+        self.births = uids  # uids of the ranks
         self.layout = layout
         self.job = job
         self.number = number
-        self.links = world.new_links(births)
-        self.hub = world.new_hub(births)
+        self.links = world.new_links(uids)
+        self.hub = world.new_hub(uids)
         self.joined: set[int] = set()
         self._arrival = asyncio.Event()
-        self._next: dict[tuple[int, ...], MemoryEpoch] = {}  # by births, and the attempt
+        self._next: dict[tuple[int, ...], MemoryEpoch] = {}  # by uids, and the attempt
 
     async def is_there(self, rank: int) -> None:
         """Wait until a rank has joined, or is dead."""
@@ -143,16 +143,16 @@ class MemoryEpoch:
         self._arrival.set()
         self._arrival = asyncio.Event()
 
-    def kill(self, birth: int) -> None:
+    def kill(self, uid: int) -> None:
         """Kill the process that was this rank in the first epoch."""
         self.arrived()
-        if birth in self.births:
-            rank = self.births.index(birth)
+        if uid in self.births:
+            rank = self.births.index(uid)
             if rank in self.joined:
                 self.links.cut(rank, reason=f"rank {rank} was killed")
             self.hub.kill(rank)
         for one in self._next.values():
-            one.kill(birth)
+            one.kill(uid)
 
     def network_of(self, rank: int, num_old: int = 0, strategy: str = "auto") -> _RankNetwork:
         """Network of a rank; ``num_old``: number of ranks that were there before it was admitted."""
@@ -162,20 +162,20 @@ class MemoryEpoch:
         self, members: tuple[int, ...], joiners: Sequence[Candidate], attempt: int, rates: Rates | None = None
     ) -> MemoryEpoch:
         """The epoch of the surviving ranks and of new ones; the same object for all of them."""
-        births = (*(self.births[rank] for rank in members), *(one.birth for one in joiners))
+        uids = (*(self.births[rank] for rank in members), *(one.birth for one in joiners))
         # The first rank that enters makes the epoch; all others have to find the same one.
-        key = (*births, attempt)
+        key = (*uids, attempt)
         if key not in self._next:
             hosts = [self.layout.hosts[rank] for rank in members] + [self.layout.hosts[0]] * len(joiners)
             known = list(dict.fromkeys(hosts))
             rates = rates.part(known) if rates is not None and len(known) > 1 else None
             layout = Layout.of(hosts, self.layout.num_cpus, self.layout.costs._replace(rates=rates))
-            self._next[key] = made = MemoryEpoch(self.world, births, layout, self.job, self.number + 1)
+            self._next[key] = made = MemoryEpoch(self.world, uids, layout, self.job, self.number + 1)
             if attempt:
                 made.links.keep_apart()
             # These died while the epoch did not exist, so that it could not be told.
-            for birth in self.world.dead:
-                made.kill(birth)
+            for uid in self.world.dead:
+                made.kill(uid)
         return self._next[key]
 
 
@@ -219,16 +219,16 @@ class _Members(Membership):
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
         return await self._store.candidates({*known, *self._epoch.births})
 
-    async def welcome(self, num_old: int, births: Collection[int], strategy: str) -> None:
-        await self._store.welcome(births, MemoryWelcome(self._epoch, num_old, strategy))
+    async def welcome(self, num_old: int, uids: Collection[int], strategy: str) -> None:
+        await self._store.welcome(uids, MemoryWelcome(self._epoch, num_old, strategy))
 
-    async def invite(self, num_old: int, births: Collection[int], strategy: str) -> bool:
-        return await self._store.invite(births, MemoryWelcome(self._epoch, num_old, strategy))
+    async def invite(self, num_old: int, uids: Collection[int], strategy: str) -> bool:
+        return await self._store.invite(uids, MemoryWelcome(self._epoch, num_old, strategy))
 
-    async def give_up(self, births: Collection[int]) -> None:
+    async def give_up(self, uids: Collection[int]) -> None:
         """Do nothing: this world has no launcher."""
 
-    async def let_go(self, births: Collection[int]) -> None:
+    async def let_go(self, uids: Collection[int]) -> None:
         """Do nothing: this world has no launcher."""
 
     async def wanted(self, known: Wanted) -> Wanted:
@@ -237,14 +237,14 @@ class _Members(Membership):
     async def want_size(self, size: int) -> None:
         await self._store.want_size(size)
 
-    async def want_replaced(self, birth: int) -> None:
-        await self._store.want_replaced(birth)
+    async def want_replaced(self, uid: int) -> None:
+        await self._store.want_replaced(uid)
 
     async def has_word(self, living: Sequence[int], rivals: Sequence[int]) -> bool:
         if rivals:  # there is no launcher, which could end them
             return False
-        births = [self._epoch.births[rank] for rank in living]
-        return await self._store.has_word(self._epoch.births[self._rank], births, self._epoch.number + 1)
+        uids = [self._epoch.births[rank] for rank in living]
+        return await self._store.has_word(self._epoch.births[self._rank], uids, self._epoch.number + 1)
 
 
 class _RankNetwork:
@@ -259,7 +259,7 @@ class _RankNetwork:
         self.strategy = strategy  # of the epoch's beginning, for a joining rank
         self.admitting: asyncio.Future[MemoryWelcome] | None = None  # of a process that was invited
         self.is_invited = False
-        self.reports = tuple(epoch.world.reports.get(birth, NO_DEVICE) for birth in epoch.births)
+        self.reports = tuple(epoch.world.reports.get(uid, NO_DEVICE) for uid in epoch.births)
         self.job = epoch.job
         self._epoch = epoch
         self._rank = rank
@@ -274,10 +274,10 @@ class _RankNetwork:
         self._epoch.joined.add(self._rank)
         self._epoch.arrived()
         plane = self._epoch.hub.join(self._rank, reactor, events, status)
-        birth = self.births[self._rank]
+        uid = self.births[self._rank]
         # Killed while it was joining: its links exist only now.
-        if birth in self._epoch.world.dead:
-            self._epoch.kill(birth)
+        if uid in self._epoch.world.dead:
+            self._epoch.kill(uid)
         return plane
 
     async def open_entry(self, epoch: int, attempt: int = 0) -> _Entry:

@@ -32,35 +32,35 @@ class MemoryStore:
         self._wanted = Wanted()
         self._changed = asyncio.Event()
 
-    async def ask_in(self, birth: int) -> MemoryWelcome:
+    async def ask_in(self, uid: int) -> MemoryWelcome:
         """Wait, as the process of this uid, to be admitted."""
-        self._waiting[birth] = asyncio.get_running_loop().create_future()
+        self._waiting[uid] = asyncio.get_running_loop().create_future()
         self._tell()
-        return await self._waiting[birth]
+        return await self._waiting[uid]
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
         """Return waiting processes that are not known, as soon as there are any."""
-        while not (found := [birth for birth, one in self._waiting.items() if not (one.done() or birth in known)]):
+        while not (found := [uid for uid, one in self._waiting.items() if not (one.done() or uid in known)]):
             await self.changed()
-        return [Candidate(birth, b"") for birth in sorted(found)]
+        return [Candidate(uid, b"") for uid in sorted(found)]
 
-    async def welcome(self, births: Collection[int], said: MemoryWelcome) -> None:
+    async def welcome(self, uids: Collection[int], said: MemoryWelcome) -> None:
         """Admit these processes."""
-        for birth in births:
-            waiting = self._waiting.get(birth)
+        for uid in uids:
+            waiting = self._waiting.get(uid)
             if waiting is not None and not waiting.done():
                 waiting.set_result(said)
 
-    def invitation(self, birth: int) -> asyncio.Future[MemoryWelcome]:
+    def invitation(self, uid: int) -> asyncio.Future[MemoryWelcome]:
         """Invitation of the process of this uid; it comes once."""
-        return self._invited.setdefault(birth, asyncio.get_running_loop().create_future())
+        return self._invited.setdefault(uid, asyncio.get_running_loop().create_future())
 
-    async def invite(self, births: Collection[int], said: MemoryWelcome) -> bool:
+    async def invite(self, uids: Collection[int], said: MemoryWelcome) -> bool:
         """Invite these processes; False if one was invited to another epoch before."""
-        for birth in births:
-            if not (invited := self.invitation(birth)).done():
+        for uid in uids:
+            if not (invited := self.invitation(uid)).done():
                 invited.set_result(said)
-        return all(self.invitation(birth).result().epoch is said.epoch for birth in births)
+        return all(self.invitation(uid).result().epoch is said.epoch for uid in uids)
 
     async def wanted(self, known: Wanted) -> Wanted:
         """Return the latest request for a size, as soon as it differs from the known one."""
@@ -72,16 +72,16 @@ class MemoryStore:
         """Request this number of ranks; ranks that were asked to leave still have to."""
         self.set_size(size, self._wanted.leavers)
 
-    async def want_replaced(self, birth: int) -> None:
+    async def want_replaced(self, uid: int) -> None:
         """Ask to replace a process by one that waits."""
-        self.set_size(self._wanted.size, (*self._wanted.leavers, birth))
+        self.set_size(self._wanted.size, (*self._wanted.leavers, uid))
 
     def set_size(self, size: int, leavers: tuple[int, ...] = ()) -> None:
         """Request this number of ranks, and that these leave, from outside of the world."""
         self._wanted = Wanted(size, leavers)
         self._tell()
 
-    async def has_word(self, birth: int, living: Sequence[int], epoch: int) -> bool:
+    async def has_word(self, uid: int, living: Sequence[int], epoch: int) -> bool:
         """Whether this uid and these others, half of all ranks, may make this epoch: never."""
         return False
 

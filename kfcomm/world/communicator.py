@@ -71,7 +71,7 @@ class Communicator(Persistent):
         self._follower: Communicator | None = None
         self._final: Statistics | None = None
         layout = session.layout_of(view)
-        self._births = tuple(session.network.births[rank] for rank in view.members)
+        self._uids = tuple(session.network.births[rank] for rank in view.members)
         self._group = Group(session.engine, view, layout, strategy, session.timeout_s)
         heaps = session.network.heaps()
         self._group.heaps = heaps if len(set(layout.hosts)) == 1 else None
@@ -123,7 +123,7 @@ class Communicator(Persistent):
     @property
     def births(self) -> tuple[int, ...]:
         """The rank that each rank of the group had in the first epoch: who it is, whatever its number is now."""
-        return self._births
+        return self._uids
 
     def _improving(self, strategy: StrategySpec) -> Improvement | None:
         """Improvement of ``auto``; None on one host, where the links are known, and for other strategies."""

@@ -111,8 +111,8 @@ async def next_epoch(
     # A rank that has died may have told the plan to some only: it counts if all surviving ranks gave its digest.
     is_planned = plan != NO_PLAN and all(row[2] == plan.digest for row in opened.values())
     is_prepared = is_planned and len(said) == session.layout.size and all(row[3] for row in opened.values())
-    births = session.network.births
-    members = tuple(rank for rank in said if not (is_planned and births[rank] in plan.leavers))
+    uids = session.network.births
+    members = tuple(rank for rank in said if not (is_planned and uids[rank] in plan.leavers))
     if session.rank not in said:
         await entry.close()
         raise EpochChanged(
@@ -128,7 +128,7 @@ async def next_epoch(
     logger.info("rank %d: %s", session.rank, text)
     if session.rank not in members:
         await entry.close()
-        await network.membership.let_go([births[session.rank]])
+        await network.membership.let_go([uids[session.rank]])
         raise Released(text)
     if is_prepared and prepared is not None and prepared.comm is not None:
         await entry.close()

@@ -55,11 +55,11 @@ class PreparedEpoch:
         """Tell the joining ranks of it, if that is this rank's task."""
         if self.comm is None or self.comm.rank >= NUM_TELLERS:
             return
-        births = [one.birth for one in self.plan.joiners]
-        num_old = self.comm.size - len(births)
+        uids = [one.birth for one in self.plan.joiners]
+        num_old = self.comm.size - len(uids)
         try:
             membership = self.comm._session.network.membership
-            self.is_refused = not await membership.invite(num_old, births, self.comm.strategy.name)
+            self.is_refused = not await membership.invite(num_old, uids, self.comm.strategy.name)
         except KfcommError as error:
             logger.info("rank %d cannot invite ranks: %s", self.comm.rank, error)
             self.is_refused = True

@@ -37,7 +37,7 @@ def started(job: Elasticity, now_s: float = 0.0) -> list[tuple[int, int]]:
 def test_dead_ranks_are_replaced_until_the_program_completes() -> None:
     job = of()
     job.ended(1, -9)
-    assert (started(job), job.has_failed, job.next_birth, job.restarts) == ([(3, 0)], False, 4, 9)
+    assert (started(job), job.has_failed, job.next_uid, job.restarts) == ([(3, 0)], False, 4, 9)
     job.ended(0, 0)
     assert job.is_ending
     job.ended(2, 1)
@@ -63,9 +63,9 @@ def test_sizes_are_within_bounds_and_who_is_released_is_not_missed() -> None:
     assert job.size == 4
     assert job.resize(0) == []
     assert (job.size, started(job)) == (1, [])
-    for birth in (1, 2, 3):
-        assert job.released(birth)
-        job.ended(birth, 0)
+    for uid in (1, 2, 3):
+        assert job.released(uid)
+        job.ended(uid, 0)
     assert not job.is_ending
     job.ended(0, 0)
     assert job.is_ending
@@ -116,32 +116,32 @@ def test_rank_released_during_growth_is_replaced() -> None:
 def test_a_job_whose_ranks_fail_has_not_come_to_the_end_by_those_that_were_released(is_told_before: bool) -> None:
     job = of(size=4, restarts=0)
     job.resize(2)
-    for birth in (2, 3):
+    for uid in (2, 3):
         if is_told_before:
-            job.released(birth)
-        job.ended(birth, 0)
+            job.released(uid)
+        job.ended(uid, 0)
         if not is_told_before:  # where a rank cannot reach its launcher
-            job.released(birth)
+            job.released(uid)
     job.resize(4)
     assert len(started(job)) == 2
-    for birth in (0, 1, 4):
-        job.ended(birth, 9)
+    for uid in (0, 1, 4):
+        job.ended(uid, 9)
     assert (job.is_ending, job.has_failed) == (False, True)
 
 
 def test_rank_that_ends_before_its_replacement_counts_as_ended() -> None:
     job = of(least=1, size=2)
-    for birth in (0, 1):
-        assert job.replace(birth)
-        assert not job.replace(birth)
+    for uid in (0, 1):
+        assert job.replace(uid)
+        assert not job.replace(uid)
     job.ended(0, 0)
     assert job.is_ending
 
 
 def test_restarts_that_are_used_up_leave_a_lack_until_another_size_is_asked_for() -> None:
     job = of(least=1, size=4, restarts=1)
-    for birth in (0, 1, 2):
-        job.ended(birth, 1)
+    for uid in (0, 1, 2):
+        job.ended(uid, 1)
     assert (started(job), job.owed, job.unreplaced) == ([(4, 0)], 0, 2)
     job.resize(4)
     assert started(job) == [(5, 0), (6, 0)]
@@ -176,7 +176,7 @@ def test_others_are_started_where_the_fewest_are_and_not_where_they_keep_failing
     assert started(job, 100.0) == [(4, 0)]
     found = []
     for now_s in (101.0, 102.0):  # the host of 4 has few, but they end as soon as they have begun
-        job.ended(job.next_birth - 1, 1, now_s)
+        job.ended(job.next_uid - 1, 1, now_s)
         found += started(job, now_s)
     assert found == [(5, 0), (6, 1)]
     assert job.next_place_s() == 0.0  # the other is free
@@ -196,7 +196,7 @@ def test_a_launcher_that_is_started_again_goes_on_where_the_job_stands() -> None
     starts = {0: 0, 1: 0, 2: 1, 3: 1, 4: 0, 5: 1}
     ended = {one.rank: one for one in (Exit(0, -9), Exit(1, -9), Exit(3, 0), Exit(4, -9))}
     job.goes_on(starts, ended, 5)
-    assert (job.running, job.next_birth, job.size, job.owed, job.is_ending) == ({2, 5}, 6, 5, 3, False)
+    assert (job.running, job.next_uid, job.size, job.owed, job.is_ending) == ({2, 5}, 6, 5, 3, False)
     assert sorted(started(job)) == [(6, 0), (7, 0), (8, 0)]
     job.ended(2, 0)
     assert job.is_ending
@@ -212,7 +212,7 @@ def test_bounds() -> None:
     alone, several = parse("2", [4], 10), parse("2:8", [2, 2], 10, 1)
     assert (alone.least, alone.most, alone.size, alone.restarts, alone.running) == (2, 4, 4, 0, {0, 1, 2, 3})
     assert (several.least, several.most, several.size, several.restarts) == (2, 8, 4, 10)
-    assert several.births_at(1) == [2, 3]
+    assert several.uids_at(1) == [2, 3]
     one = parse("1:4", [1], 10)
     assert (one.least, one.most, one.size, one.running) == (1, 4, 1, {0})
 
@@ -254,9 +254,9 @@ def test_ranks_without_slots_leave_while_enough_stay() -> None:
     assert started(made) == [(4, 2)]
     assert (made.vacate([4]), made.in_stage(Stage.LEAVING)) == ([], {3, 2})  # who waits is not there yet
     assert (made.vacate(), made.in_stage(Stage.LEAVING)) == ([], {3, 2, 1})
-    for birth in (1, 2, 3):
-        made.released(birth)
-        made.ended(birth, 0)
+    for uid in (1, 2, 3):
+        made.released(uid)
+        made.ended(uid, 0)
     assert not made.is_ending
     assert not made.has_failed
     made.fit()
@@ -270,8 +270,8 @@ def test_a_host_that_comes_back_keeps_what_is_known_of_it() -> None:
     made.places[0].is_gone = True
     for now_s in (1.0, 2.0):
         made.resize(3)
-        ((birth, _),) = [one] if (one := made.start(now_s)) else []
-        made.ended(birth, 1, now_s)
+        ((uid, _),) = [one] if (one := made.start(now_s)) else []
+        made.ended(uid, 1, now_s)
     made.places[1].is_gone = True
     made.expect(2, "b")
     assert made.next_place_s() is None
@@ -306,7 +306,7 @@ async def primary(size: int, store: SlowStore, started: list[int]) -> AsyncItera
     """Role of the launcher of the first host, without processes."""
     launcher = Launcher(LocalRanks(1.0), Blame(size))
     launcher.role = role = PrimaryRole(launcher, Sizing(launcher, of(size=size)), lost_after_s=30.0)
-    launcher.start = lambda birth: cast("Child", started.append(birth))
+    launcher.start = lambda uid: cast("Child", started.append(uid))
     launcher.say = print
     role.store = role.sizing.store = cast("KeyValue", store)
     async with asyncio.TaskGroup() as launcher.tasks:
@@ -319,8 +319,8 @@ async def primary(size: int, store: SlowStore, started: list[int]) -> AsyncItera
 async def test_a_rank_that_was_given_up_may_end_after_the_others_have_come_to_the_end(end: Exit) -> None:
     async with primary(4, SlowStore(), []) as role:
         role.rank_given_up(1)
-        for birth, code in ((3, -9), (2, -9), (0, 0)):
-            role.launcher.note(Exit(birth, code))
+        for uid, code in ((3, -9), (2, -9), (0, 0)):
+            role.launcher.note(Exit(uid, code))
         role.sizing.give_up_starting()
     role.launcher.note(end)
     assert role.elastic.has_failed

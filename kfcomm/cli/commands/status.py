@@ -36,8 +36,8 @@ def status(job: str | None, named: str | None, as_json: bool) -> None:
     for address in told["slots"] or ():
         if address not in dict(told["hosts"]):
             click.echo(f"  no launcher has come on {address}")
-    for birth, code in told["ended"]:
-        click.echo(f"  rank {birth:<4} {'ended well' if code == 0 else f'ended: {describe_exit(code)}'}")
+    for uid, code in told["ended"]:
+        click.echo(f"  rank {uid:<4} {'ended well' if code == 0 else f'ended: {describe_exit(code)}'}")
     click.echo(f"  {told['restarts']} more may be replaced")
     if told["spares"]:
         click.echo(f"  {told['spares']} spares are wanted besides")

@@ -200,25 +200,25 @@ class _Wire:
 
 
 class _Wires(MemoryNetwork):
-    def __init__(self, reactor: Reactor, model: VirtualNetworkModel, births: Sequence[int]) -> None:
+    def __init__(self, reactor: Reactor, model: VirtualNetworkModel, uids: Sequence[int]) -> None:
         super().__init__(reactor)
         self._driver = reactor
         self._model = model
-        self._births = births
+        self._uids = uids
 
     @override
     def wire(self, rank: int, peer: int) -> Any:
-        return _Wire(self._model, self._driver, self._births[rank], self._births[peer])
+        return _Wire(self._model, self._driver, self._uids[rank], self._uids[peer])
 
 
 class VirtualLinks(InMemory):
     """Links between the ranks of one epoch."""
 
-    def __init__(self, reactor: Reactor, model: VirtualNetworkModel, births: Sequence[int]) -> None:
+    def __init__(self, reactor: Reactor, model: VirtualNetworkModel, uids: Sequence[int]) -> None:
         super().__init__(reactor)
-        self._network: _Wires = _Wires(reactor, model, births)
+        self._network: _Wires = _Wires(reactor, model, uids)
         self._model = model
-        self._births = births
+        self._uids = uids
 
     async def connect(self, rank: int, peer: int) -> Link:
         """Connect to a peer, after a latency.
@@ -226,7 +226,7 @@ class VirtualLinks(InMemory):
         Raises:
             TransportError: they have lost each other.
         """
-        road = self._births[rank], self._births[peer]
+        road = self._uids[rank], self._uids[peer]
         loop = asyncio.get_running_loop()
         await asyncio.sleep(max(0.0, self._model.arrival_s(*road, "open") - loop.time()))
         if self._model.are_lost(*road):
@@ -235,6 +235,6 @@ class VirtualLinks(InMemory):
 
     def lose(self, one: int, other: int) -> None:
         """Break the link between these two."""
-        if one in self._births and other in self._births:
-            rank, peer = self._births.index(one), self._births.index(other)
+        if one in self._uids and other in self._uids:
+            rank, peer = self._uids.index(one), self._uids.index(other)
             self._network.part(rank, peer, reason=f"nothing passes between ranks {rank} and {peer}")

@@ -38,10 +38,10 @@ class _Said:
 class VirtualHub(MemoryHub):
     """Control planes of one epoch, with latencies and lost messages."""
 
-    def __init__(self, model: VirtualNetworkModel, births: Sequence[int]) -> None:
-        super().__init__(len(births))
+    def __init__(self, model: VirtualNetworkModel, uids: Sequence[int]) -> None:
+        super().__init__(len(uids))
         self._model = model
-        self._births = births
+        self._uids = uids
         self._silenced: set[int] = set()
         self._knows: set[int] = set()
         self._goodbyes: dict[int, _Said] = {}
@@ -69,19 +69,19 @@ class VirtualHub(MemoryHub):
 
     @override
     def carry(self, source: int, target: int, deliver: Callback, *arguments: object) -> None:
-        road = self._births[source], self._births[target]
+        road = self._uids[source], self._uids[target]
         self._model.carry(*road, "news", self._arrived, source, deliver, arguments)
 
-    def ended(self, birth: int) -> None:
+    def ended(self, uid: int) -> None:
         """An initial rank that has not entered this epoch by now never will: its port refuses connections."""
-        if birth in self._births and self._births.index(birth) in self._early:
-            self.declare_lost(self._births.index(birth), "its process has ended", has_ended=True)
+        if uid in self._uids and self._uids.index(uid) in self._early:
+            self.declare_lost(self._uids.index(uid), "its process has ended", has_ended=True)
 
     def lose(self, one: int, other: int, *, stopped: int | None = None) -> None:
         """Let two initial ranks detect that they have lost each other; a stopped one, that it is lost itself."""
-        if one in self._births and other in self._births:
-            for birth, peer in ((one, other), (other, one)):
-                self._find_out(self._births.index(birth), self._births.index(peer), was_stopped=birth == stopped)
+        if one in self._uids and other in self._uids:
+            for uid, peer in ((one, other), (other, one)):
+                self._find_out(self._uids.index(uid), self._uids.index(peer), was_stopped=uid == stopped)
 
     def _find_out(self, rank: int, peer: int, *, was_stopped: bool) -> None:
         lost_after_s = self._model.timing.lost_after_s
@@ -94,7 +94,7 @@ class VirtualHub(MemoryHub):
             self.planes[rank].let_go(peer)
 
         if not self.tell_early(rank, news):
-            self._model.tell(self._births[rank], lost_after_s / BEATS, self.planes[rank].hear, news)
+            self._model.tell(self._uids[rank], lost_after_s / BEATS, self.planes[rank].hear, news)
 
     def _arrived(self, source: int, deliver: Callback, arguments: tuple[object, ...]) -> None:
         for one in arguments:
@@ -135,9 +135,9 @@ class VirtualStore(MemoryStore):
             self._back.set()
 
     @override
-    async def ask_in(self, birth: int) -> MemoryWelcome:
+    async def ask_in(self, uid: int) -> MemoryWelcome:
         await self._reached()
-        return await super().ask_in(birth)
+        return await super().ask_in(uid)
 
     async def candidates(self, known: Collection[int]) -> list[Candidate]:
         """Answer after a latency; raises `RendezvousError` while the store is lost."""
@@ -145,14 +145,14 @@ class VirtualStore(MemoryStore):
         return await super().candidates(known)
 
     @override
-    async def welcome(self, births: Collection[int], said: MemoryWelcome) -> None:
+    async def welcome(self, uids: Collection[int], said: MemoryWelcome) -> None:
         await self._reached()
-        await super().welcome(births, said)
+        await super().welcome(uids, said)
 
     @override
-    async def invite(self, births: Collection[int], said: MemoryWelcome) -> bool:
+    async def invite(self, uids: Collection[int], said: MemoryWelcome) -> bool:
         await self._reached()
-        return await super().invite(births, said)
+        return await super().invite(uids, said)
 
     async def wanted(self, known: Wanted) -> Wanted:
         """Answer after a latency; raises `RendezvousError` while the store is lost."""
@@ -165,18 +165,18 @@ class VirtualStore(MemoryStore):
         await super().want_size(size)
 
     @override
-    async def want_replaced(self, birth: int) -> None:
+    async def want_replaced(self, uid: int) -> None:
         await self._reached()
-        await super().want_replaced(birth)
+        await super().want_replaced(uid)
 
-    async def has_word(self, birth: int, living: Sequence[int], epoch: int) -> bool:
+    async def has_word(self, uid: int, living: Sequence[int], epoch: int) -> bool:
         """Return whether these were the first to ask for this epoch."""
         try:
             async with asyncio.timeout(WORD_WITHIN_S):
                 await self._reached()
         except TimeoutError:
             return False
-        return birth in self._words.setdefault(epoch, tuple(living))
+        return uid in self._words.setdefault(epoch, tuple(living))
 
     async def changed(self) -> None:
         """Wait for a change; raises `RendezvousError` if the store is lost meanwhile."""
@@ -220,8 +220,8 @@ class VirtualWorld(MemoryWorld):
     @override
     def new_hub(self, births: tuple[int, ...]) -> VirtualHub:
         self._hubs.append(VirtualHub(self._model, births))
-        for birth in sorted(self._ended):
-            self._hubs[-1].ended(birth)
+        for uid in sorted(self._ended):
+            self._hubs[-1].ended(uid)
         return self._hubs[-1]
 
     @override
