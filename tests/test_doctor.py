@@ -100,7 +100,7 @@ def test_ranks_without_a_dump_are_known_from_others(tmp_path: Path) -> None:
     assert "posted, by what the others have heard: rank 1" in as_text(diagnosis)
 
 
-def test_a_chain_ends_at_the_rank_that_waits_for_nobody(tmp_path: Path) -> None:
+def test_a_chain_ends_at_the_rank_that_is_not_waiting(tmp_path: Path) -> None:
     def posts(comms: Any) -> None:
         comms[0].send_async(1, 1)
         comms[1].recv_async(2)

@@ -169,7 +169,7 @@ async def test_groups_end_with_their_epoch() -> None:
 async def test_agree_takes_flags_and_whole_numbers() -> None:
     async with world(2) as comms:
         for value in (1.0, "yes", None, 1 << 63, [True]):
-            with pytest.raises(ConfigError, match="bool or an integer of 64 bits"):
+            with pytest.raises(ConfigError, match="a bool or a 64-bit integer"):
                 await comms[0].agree(value)
         assert await asyncio.gather(comms[0].agree(np.bool_(True)), comms[1].agree(True)) == [True, True]
         assert await asyncio.gather(comms[0].agree(np.int64(-1)), comms[1].agree(12)) == [12, 12]

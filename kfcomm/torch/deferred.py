@@ -1,6 +1,6 @@
 """Updates that are made when the program next uses a parameter, so that gradients travel meanwhile.
 
-While a gradient is under way, ``parameter.grad`` is the memory in which it arrives, *covered* by a subclass of which
+While a gradient is under way, ``parameter.grad`` is the memory in which it arrives, *covered* by a tensor subclass:
 every use first waits for the averages. The optimizer's step takes the covered gradients, and covers its parameters
 instead: the first use of a parameter waits for its bucket, and makes the optimizer update the parameters of that
 bucket. In a forward pass that happens when a layer needs its weights.

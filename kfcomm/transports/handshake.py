@@ -45,7 +45,7 @@ from kfcomm.transports.sockets import (
     closed_on_failure,
     connect,
     describe,
-    nobody_listens,
+    has_no_listener,
     receive_exactly,
     send_all,
     told_as_lost,
@@ -127,9 +127,9 @@ async def _dial_once(addresses: list[Address], peer: Identity, purpose: int, opt
         failures.append(f"{describe(address)}: no answer within {options.timeout_s:g} s")
         is_late = now_s() - begun_s >= options.timeout_s + LATE_S
     # Only if every address failed to connect: a peer that refused the handshake, or is slow, lives.
-    gone = len(unreached) == len(failures) and nobody_listens(unreached)
+    gone = len(unreached) == len(failures) and has_no_listener(unreached)
     refused = _Late if is_late else DialRefused
-    raise refused(f"cannot reach rank {peer.rank}: {'; '.join(failures) or 'no address'}", nobody_listens=gone)
+    raise refused(f"cannot reach rank {peer.rank}: {'; '.join(failures) or 'no address'}", has_no_listener=gone)
 
 
 async def _greet(sock: socket.socket, dialler: Dialler, tls: Tls | None) -> Connection:

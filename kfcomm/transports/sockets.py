@@ -38,13 +38,13 @@ _NOT_MINE_TO_TAKE = {errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES, errno.
 class DialRefused(TransportError):
     """No connection came about.
 
-    ``nobody_listens``: every address refused the connection at once, so that process is gone. False after a timeout,
+    ``has_no_listener``: every address refused the connection at once, so that process is gone. False after a timeout,
     and when a process was there but refused the handshake.
     """
 
-    def __init__(self, message: str, *, nobody_listens: bool = False) -> None:
+    def __init__(self, message: str, *, has_no_listener: bool = False) -> None:
         super().__init__(message)
-        self.nobody_listens = nobody_listens
+        self.has_no_listener = has_no_listener
 
 
 class ConnectionEnded(TransportError):
@@ -358,7 +358,7 @@ def is_silent_host(error: BaseException) -> bool:
     return isinstance(cause, OSError) and cause.errno == errno.ETIMEDOUT
 
 
-def nobody_listens(errors: Sequence[OSError]) -> bool:
+def has_no_listener(errors: Sequence[OSError]) -> bool:
     """Return whether these failures to connect, one per address, show that the process is gone."""
     gone = {errno.ECONNREFUSED, errno.ENOENT}
     return bool(errors) and all(error.errno in gone for error in errors)

@@ -45,7 +45,7 @@ def test_a_policy_changes_the_strategy_under_a_blocking_program() -> None:
         assert run_threads(comms, main) == [(["strategy star -> ring"], "ring", {"kfcomm-io"})] * 3
 
 
-def test_a_block_that_raises_keeps_nobody_waiting() -> None:
+def test_a_block_that_raises_leaves_no_rank_waiting() -> None:
     def main(comm: sync.Communicator) -> str:
         adaptation = sync.Adaptation(comm, [])
         adaptation.start()

@@ -288,7 +288,7 @@ async def test_a_method_that_is_cancelled_has_failed() -> None:
 
 
 @pytest.mark.asyncio
-async def test_on_end_can_ask_for_nothing_and_its_failure_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_on_end_can_ask_for_nothing_and_its_failure_harms_no_rank(caplog: pytest.LogCaptureFixture) -> None:
     class Late(Policy):
         def on_end(self, ctx: Context) -> None:
             ctx.set_strategy("ring")
@@ -300,7 +300,7 @@ async def test_on_end_can_ask_for_nothing_and_its_failure_harms_nobody(caplog: p
 
 
 @pytest.mark.asyncio
-async def test_a_program_that_raises_in_a_step_keeps_nobody_waiting() -> None:
+async def test_a_program_that_raises_in_a_step_leaves_no_rank_waiting() -> None:
     async with world(3, aborted=True) as comms:
         adaptations = [Adaptation(comm, [Policy()], meter=ScriptedMeter(comm, steady)) for comm in comms]
         await asyncio.gather(*(one.start() for one in adaptations))
@@ -454,7 +454,7 @@ async def test_a_step_that_is_cancelled_while_a_policy_works() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("where", ["the meeting", "what follows"])
-async def test_a_step_that_is_cancelled_at_its_end_keeps_nobody_waiting(where: str) -> None:
+async def test_a_step_that_is_cancelled_at_its_end_leaves_no_rank_waiting(where: str) -> None:
     """One rank leaves the meeting, or what follows from it: the others hear of it."""
     async with world(3, aborted=True) as comms:
         inside = asyncio.Event()

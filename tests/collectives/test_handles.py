@@ -97,7 +97,7 @@ async def _in_a_group(*coros: Any) -> None:
             tasks.create_task(coro)
 
 
-def test_an_error_that_nobody_asks_for_is_reported_once_by_asyncio() -> None:
+def test_an_error_never_retrieved_is_reported_once_by_asyncio() -> None:
     heard: list[dict[str, Any]] = []
 
     async def main() -> None:

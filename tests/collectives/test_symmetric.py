@@ -134,7 +134,7 @@ async def test_no_rank_completes_before_its_result_was_read() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("who", [0, 1, 2])
-async def test_after_a_failure_nobody_reads_what_was_in_place(who: int) -> None:
+async def test_after_a_failure_no_rank_reads_what_was_in_place(who: int) -> None:
     async with world(3, strategy="direct") as comms:
         given, into = [comm.empty(LENGTH) for comm in comms], [comm.empty(LENGTH) for comm in comms]
         for x in given:

@@ -129,7 +129,7 @@ def test_aborted_collective_does_not_affect_others():
 
 
 @pytest.mark.parametrize("theirs", [replace(SUM, pairs=UNLIKE), replace(SUM, generation=9)])
-def test_after_a_mismatch_nobody_is_answered(theirs):
+def test_after_a_mismatch_no_peer_is_answered(theirs):
     desk = Desk()
     desk.define(1, theirs)
     desk.define(2)

@@ -234,7 +234,7 @@ def test_two_ranks_that_both_believe_to_be_the_root_find_out():
 
 @settings(max_examples=20)
 @given(size=st.integers(2, 6), seed=seeds, weather=weathers)
-def test_announcing_what_nobody_disputes_changes_nothing(size, seed, weather):
+def test_announcing_an_undisputed_call_changes_nothing(size, seed, weather):
     rnd = random.Random(seed)
     keys = random_specs(rnd, size, 5)
     world = World(size, weather)

@@ -426,7 +426,7 @@ async def test_joining_rank_has_the_state_and_released_rank_ends_its_loop() -> N
     ],
 )
 @pytest.mark.asyncio
-async def test_a_newcomer_that_does_not_fit_is_told_and_the_others_go_on(rows: int, length: int, why: str) -> None:
+async def test_joining_rank_that_does_not_fit_is_refused(rows: int, length: int, why: str) -> None:
     async with world(2, elastic=True) as comms:
         comers: list[asyncio.Task[Any]] = []
 

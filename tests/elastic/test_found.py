@@ -83,7 +83,7 @@ def test_missing_rank_of_a_new_epoch_is_not_waited_for() -> None:
         assert not any(isinstance(error, CollectiveTimeout) for error in run.failed.values())
 
 
-def test_a_newcomer_is_let_in_although_both_that_were_to_tell_the_store_are_lost() -> None:
+def test_joining_rank_is_admitted_although_both_ranks_that_report_to_the_store_are_lost() -> None:
     """The others tell it then: else they wait for a rank of their epoch that has never heard of it."""
     for seed in range(5):
         for lost_s, killed_s in ((0.006, 0.042), (0.008, 0.04), (0.01, 0.042)):
@@ -111,7 +111,7 @@ def test_leaving_rank_sees_why_the_change_failed() -> None:
         assert isinstance(run.failed[2], Partitioned)
 
 
-def test_a_newcomer_comes_by_resize_although_both_that_were_to_tell_the_store_are_lost() -> None:
+def test_rank_joins_by_resize_although_both_ranks_that_report_to_the_store_are_lost() -> None:
     for seed in range(2):
         for killed_s in (0.02, 0.025, 0.03):
             events: list[Any] = [Join(4, 0.004), LostStore(0.008, 0.5), Kill(0, killed_s), Kill(1, killed_s)]

@@ -49,7 +49,7 @@ async def hand_over(comms: Any, having: tuple[int, ...] | None, mine: Sequence[S
 
 @pytest.mark.parametrize("transport", ["memory", "shm"])
 @pytest.mark.asyncio
-async def test_newcomers_get_it_where_it_belongs(transport: Any) -> None:
+async def test_joining_ranks_get_the_state_in_place(transport: Any) -> None:
     async with world(4, elastic=True, transport=transport) as comms:
         mine = states(comms)
         for state in mine[:3]:
@@ -129,7 +129,7 @@ async def test_corrupted_transfer_raises_on_all_ranks(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.asyncio
-async def test_a_newcomer_of_another_program_is_told_and_the_others_go_on() -> None:
+async def test_joining_rank_of_another_program_is_refused_and_the_others_continue() -> None:
     """Ranks that were there from the beginning may run different programs; any of these will do."""
     async with world(5, elastic=True) as comms:
         mine = states(comms)

@@ -185,7 +185,7 @@ async def test_a_copy_that_came_damaged_counts_for_nothing(monkeypatch: pytest.M
 
 
 @pytest.mark.asyncio
-async def test_newcomers_take_part_in_the_next_one() -> None:
+async def test_joining_ranks_take_part_in_the_next_commit() -> None:
     async with world(2, elastic=True) as comms:
         comers: list[asyncio.Task[Any]] = []
 

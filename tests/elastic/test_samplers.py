@@ -416,7 +416,7 @@ def test_names_are_each_ones_own() -> None:
     ],
 )
 @pytest.mark.asyncio
-async def test_a_newcomer_with_other_arguments_is_told_alone_and_the_others_go_on(
+async def test_joining_rank_with_other_arguments_alone_is_refused_and_the_others_continue(
     walk: dict[str, Any], options: dict[str, Any], words: str
 ) -> None:
     async with world(2, elastic=True) as comms:

@@ -97,7 +97,7 @@ def test_differences_are_told_with_names_and_shapes() -> None:
     )
 
 
-def test_the_memory_of_a_newcomer_is_there_before_it_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_joining_rank_exists_before_it_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr("kfcomm.elastic.state.populate", lambda x: asked.append(x.__array_interface__["data"][0]))
     frozen = np.zeros(3)

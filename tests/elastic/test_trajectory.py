@@ -25,7 +25,7 @@ class Trained(NamedTuple):
         weights: at the end, as bytes.
         loss: over all samples, with these.
         births: uids of the ranks at the end.
-        num_void: steps that were run again, since a rank was lost in their midst.
+        num_void: steps that were run again, since a rank was lost during them.
     """
 
     weights: bytes

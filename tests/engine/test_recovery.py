@@ -112,7 +112,7 @@ async def test_a_break_that_only_the_receiver_notices() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_rank_that_has_left_tells_nobody_any_more() -> None:
+async def test_a_rank_that_has_left_sends_nothing_any_more() -> None:
     async with world(2, strategy="star", quiet=False) as comms:
         waiting = await lost_on_the_way(comms)
         with no_connection(1000):

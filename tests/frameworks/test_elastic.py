@@ -66,7 +66,7 @@ async def hand_over(comms: Any, states: list[State]) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_newcomers_module_and_optimizer_are_those_of_the_others() -> None:
+async def test_joining_rank_gets_the_module_and_optimizer_of_the_others() -> None:
     async with world(3, elastic=True) as comms:
         made = [trained(0), trained(0), trained(1)]
         states = [State(module=module.state_dict(), optimizer=optimizer.state_dict()) for module, optimizer in made]
@@ -153,7 +153,7 @@ def tree(value: float) -> Any:
 
 
 @pytest.mark.asyncio
-async def test_a_newcomers_tree_is_that_of_the_others() -> None:
+async def test_joining_rank_gets_the_tree_of_the_others() -> None:
     async with world(3, elastic=True) as comms:
         states = [State(tree=tree(value), lr=value) for value in (2.0, 2.0, 5.0)]
         before = states[2].tree[0].mu["w"]

@@ -40,7 +40,7 @@ import numpy as np
 import kfcomm
 from kfcomm.elastic import Elastic, ElasticSampler, State
 
-LENGTH, VICTIMS, PAUSE_S = int(sys.argv[1]), json.loads(sys.argv[2]), float(sys.argv[3])
+LENGTH, KILLED, PAUSE_S = int(sys.argv[1]), json.loads(sys.argv[2]), float(sys.argv[3])
 state = State(used=np.zeros(LENGTH), births=[])
 with kfcomm.sync.init(elastic=True) as comm:
     if comm.epoch == 0 and comm.rank == 0:
@@ -50,7 +50,7 @@ with kfcomm.sync.init(elastic=True) as comm:
         for step in elastic.steps(ElasticSampler(LENGTH, 10), used_in="used"):
             if sys.argv[4:] == [str(step.number)] and comm.rank == 0:
                 comm.propose_replacement(1)
-            for birth, number, *size in VICTIMS:  # from a step on; where a size is said, once there are so many
+            for birth, number, *size in KILLED:  # from a step on; where a size is said, once there are so many
                 if me == birth and step.number >= number and (not size or comm.size == size[0]):
                     os.kill(os.getpid(), signal.SIGKILL)
             mask = np.zeros(LENGTH)
@@ -60,7 +60,7 @@ with kfcomm.sync.init(elastic=True) as comm:
             if comm.rank == 0 and state.births[-2:-1] != state.births[-1:]:
                 print("now", *sorted(comm.births), flush=True)
             # nothing is left to wait for: the test has said so, or those of a size are gone, and others in their place
-            is_over = VICTIMS and VICTIMS[0][2:] == [comm.size] and not {one[0] for one in VICTIMS} & set(comm.births)
+            is_over = KILLED and KILLED[0][2:] == [comm.size] and not {one[0] for one in KILLED} & set(comm.births)
             time.sleep(0 if is_over or os.path.exists("hurry") else PAUSE_S)
     if not elastic.is_released and comm.rank == 0:
         print(json.dumps([sorted(set(state.used.tolist())), state.births[-1], max(map(len, state.births))]))

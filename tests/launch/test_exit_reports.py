@@ -29,7 +29,7 @@ def test_failure_without_report_is_first_at_once() -> None:
     assert blame.outcome(1.0) == Failure(1, -9, 1.0)
 
 
-def test_a_victim_is_passed_over_for_who_ends_later() -> None:
+def test_secondary_failure_is_passed_over_for_a_later_first_failure() -> None:
     blame = Blame(3)
     blame.heard(victim(0))
     blame.ended(Exit(0, 1, Why.ELSEWHERE), 1.0)
@@ -38,7 +38,7 @@ def test_a_victim_is_passed_over_for_who_ends_later() -> None:
     assert blame.outcome(1.1) == Failure(1, -9, 1.1)
 
 
-def test_the_first_victim_stands_if_nobody_comes() -> None:
+def test_the_first_secondary_failure_counts_if_no_other_rank_fails() -> None:
     blame = Blame(3)
     for rank in (2, 0):
         blame.heard(victim(rank, 1.0 - rank / 10))

@@ -325,7 +325,7 @@ def python(program: str) -> list[str]:
     ],
     ids=["exit", "error", "at once", "killed", "slow end"],
 )
-def test_the_culprit_is_named_and_not_its_victims(end: str, code: int, words: str) -> None:
+def test_the_first_failure_is_named_and_not_secondary_ones(end: str, code: int, words: str) -> None:
     done = finished("run", "-n", "3", *python(WORLD.format(end)))
     assert done.returncode == code, done
     assert "kfcomm: rank 1 (pid" in done.stderr, done
@@ -336,7 +336,7 @@ def test_the_culprit_is_named_and_not_its_victims(end: str, code: int, words: st
         assert f"[{rank}] Traceback" not in done.stderr
 
 
-def test_the_culprits_traceback_is_shown_before_its_victims_and_logs_keep_all(tmp_path: Path) -> None:
+def test_the_first_traceback_is_shown_before_secondary_ones_and_logs_keep_all(tmp_path: Path) -> None:
     # the victims have ended long before the culprit prints anything
     end = "import atexit; sys.excepthook = lambda *_: (time.sleep(1), sys.__excepthook__(*_)); raise ValueError('why')"
     done = finished("run", "-n", "3", "--log-dir", str(tmp_path), *python(WORLD.format(end)))
@@ -396,7 +396,7 @@ def test_a_long_line_arrives_whole() -> None:
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] " + "x" * 1_000_000 for rank in (0, 1)]
 
 
-def test_a_victim_alone_is_shown_whole() -> None:
+def test_a_secondary_failure_alone_is_shown_whole() -> None:
     done = finished("run", "-n", "2", *python(WORLD.format("sys.exit(0)")))
     assert done.returncode == 1
     assert "[0] Traceback (most recent call last):" in done.stderr

@@ -174,7 +174,7 @@ def test_the_launcher_refuses_for_all_ranks_at_once() -> None:
     assert "metrics_port=9400 needs monitoring, which is off" in done.stderr
 
 
-def test_garbage_gets_nothing_and_disturbs_nobody(port: int) -> None:
+def test_garbage_gets_nothing_and_disturbs_no_rank(port: int) -> None:
     with kfcomm.sync.init(metrics_port=port) as comm, socket.create_connection(("127.0.0.1", port)) as silent:
         for garbage in (b"\0" * 100 + b"\r\n\r\n", b"POST /metrics HTTP/1.1\r\n\r\n", b""):
             with socket.create_connection(("127.0.0.1", port)) as sock:

@@ -56,7 +56,7 @@ def test_one_line_tells_who_is_missing_and_what_it_did_last() -> None:
 
 
 @pytest.mark.parametrize("way", ["os.fork", "multiprocessing"])
-def test_a_forked_child_is_told_and_disturbs_nobody(way: str) -> None:
+def test_a_forked_child_is_notified_and_disturbs_no_rank(way: str) -> None:
     with joined(3) as world:
         world.do(roles.all_reduce, name="x", elements=100_000)
         said = world[1].do(roles.fork, label="short", way=way, lives_on=False)

@@ -67,7 +67,7 @@ def _persistent(prepared: sync.PersistentCollective[Any]) -> Call:
     return lambda: prepared.start().wait()
 
 
-VICTIMS: dict[str, Callable[[sync.Communicator, str], Call]] = {
+INTERRUPTIBLE: dict[str, Callable[[sync.Communicator, str], Call]] = {
     "all_reduce": lambda comm, name: lambda: comm.all_reduce(X, name),
     "wait": lambda comm, name: comm.all_reduce_async(X, name).wait,
     "persistent": lambda comm, name: _persistent(comm.all_reduce_init(X, name)),
@@ -261,7 +261,7 @@ class Rank:
         """The places of the call, each time that it is made."""
         found = []
         for name in names:
-            lines, call = Recorded(), VICTIMS[verb](self._comm, name)
+            lines, call = Recorded(), INTERRUPTIBLE[verb](self._comm, name)
             lines.start()
             try:
                 call()
@@ -283,7 +283,7 @@ class Rank:
             signal.signal(number, partial(_raise, error))
         lines, has_returned = Interrupting((place[0], place[1], place[2]), number, pause_s), False
         try:
-            call = VICTIMS[verb](self._comm, name)
+            call = INTERRUPTIBLE[verb](self._comm, name)
             lines.start()
             call()
             has_returned = True
@@ -301,7 +301,7 @@ class Rank:
         """Take the message that an interrupted call has left, or that is sent again."""
         while True:
             try:
-                VICTIMS[verb](self._comm, name)()
+                INTERRUPTIBLE[verb](self._comm, name)()
             except kfcomm.CollectiveAborted:
                 continue
             except kfcomm.KfcommError as error:
@@ -353,7 +353,7 @@ class Rank:
         try:
             self._tell(log=LOOPING)
             while True:
-                VICTIMS[verb](self._comm, "loop")()
+                INTERRUPTIBLE[verb](self._comm, "loop")()
         except KeyboardInterrupt:
             return "interrupted"
         except Exception as error:  # noqa: BLE001  the test judges it

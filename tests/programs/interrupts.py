@@ -34,11 +34,11 @@ from tests.programs.interruptible import (
     BETWEEN_TWO,
     CTRL_C,
     HANG_S,
+    INTERRUPTIBLE,
     LOOPING,
     RAISED,
     RECEIVING,
     UNNAMED,
-    VICTIMS,
     Place,
     Rank,
 )
@@ -290,7 +290,7 @@ class Targets:
     """Selection of interrupts.
 
     Attributes:
-        verbs: some of `VICTIMS`.
+        verbs: some of `INTERRUPTIBLE`.
         sample: so many places of each; None: all.
         worlds: after so many are used up, no other is begun, and the places come in a random order; None: no bound.
         below: only in files of kfcomm whose names begin so.
@@ -348,13 +348,15 @@ def _attempts(one: World, raises: Sequence[str], verb: str, number: int, place: 
 
 def verbs(size: int) -> Sequence[str]:
     """Verbs that a world of this size can call."""
-    return [verb for verb in VICTIMS if size > 1 or verb not in BETWEEN_TWO]
+    return [verb for verb in INTERRUPTIBLE if size > 1 or verb not in BETWEEN_TWO]
 
 
 def main() -> int:
     """Run what the command line asks for; 1 if something hangs or is broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.programs.interrupts")
-    parser.add_argument("--verb", action="append", choices=sorted(VICTIMS), help="again for more of them; default: all")
+    parser.add_argument(
+        "--verb", action="append", choices=sorted(INTERRUPTIBLE), help="again for more of them; default: all"
+    )
     parser.add_argument("--transport", action="append", choices=("shm", "unix", "tcp"), help="default: each")
     parser.add_argument("--raises", action="append", choices=(CTRL_C, *RAISED), help="by turns; default: Ctrl-C")
     parser.add_argument("--handlers", action="store_true", help="every exception of a handler, in turn")

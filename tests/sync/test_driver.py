@@ -319,7 +319,7 @@ def test_a_rank_parks_beside_a_quiet_poller(monkeypatch: pytest.MonkeyPatch) -> 
             until(lambda comm=comm: not hub_of(comm).is_awake)
 
 
-def test_between_two_calls_nobody_looks_and_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_two_calls_no_thread_polls_or_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "LULL_S", 0.0)
     with joined("shm") as (one, other):
         called(one, other)

@@ -106,7 +106,7 @@ def test_a_callback_may_cancel_another_collective() -> None:
         assert second.cancelled()
 
 
-def test_handles_that_nobody_waits_for_end_with_the_communicator() -> None:
+def test_handles_without_waiters_end_with_the_communicator() -> None:
     with joined("shm") as (one, _):
         begun = [one.all_reduce_async(1, f"{number}") for number in range(5)]
         one.close()

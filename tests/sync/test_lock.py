@@ -53,7 +53,7 @@ def test_waiting_thread_gets_the_lock_before_the_releasing_one() -> None:
     assert order == [one for turn in range(1, 20) for one in (0, turn)]
 
 
-def test_one_at_a_time_and_nobody_starves() -> None:
+def test_one_at_a_time_and_no_thread_starves() -> None:
     lock = EngineLock()
     inside: list[int] = []
     turns: list[int] = []

@@ -166,7 +166,7 @@ def test_the_setting_reaches_the_driver(monkeypatch: pytest.MonkeyPatch) -> None
 # ---------------------------------------------------------------- nobody looks
 
 
-def test_a_failure_that_nobody_waits_for_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_never_retrieved_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "kfcomm"), sync_world(2) as comms:
         handles = [comm.all_reduce_async(np.ones(2 + comm.rank), "grad/0") for comm in comms]
         with pytest.raises(kfcomm.CollectiveMismatch):

@@ -362,6 +362,6 @@ def test_one_that_cannot_belong_to_the_group(rank: int, size: int, said: str) ->
         assert said in str(first.exception())
 
 
-def test_groups_that_nobody_made() -> None:
+def test_groups_that_were_never_made() -> None:
     with pytest.raises(TransportError, match="no fake group"):
         FakeFabric().connect(b"?", 0, 1, FakeDevice())

@@ -124,7 +124,7 @@ def test_stop_shorter_than_lost_after_delays_all_ranks(event: Any) -> None:
     assert run.time_s > 1.6
 
 
-def test_a_slow_link_slows_nobody_else() -> None:
+def test_a_slow_link_slows_no_other_link() -> None:
     run = run_in_virtual_time(ones, 2, events=[SlowLink(1, 2, 0.0, 9.0, 5.0)])
     assert run.time_s < 0.1
 
@@ -220,7 +220,7 @@ async def test_it_has_a_loop_of_its_own() -> None:
         run_in_virtual_time(ones, 2)
 
 
-def test_errors_that_nobody_hears_are_told() -> None:
+def test_errors_never_retrieved_are_reported() -> None:
     async def main(comm: Any) -> None:
         asyncio.get_running_loop().call_soon(lambda: comm.rank // 0)
         await asyncio.sleep(1)

@@ -125,7 +125,7 @@ async def test_refusal_reaches_both_sides_with_reason(differs, why, told):
     async with serving() as reception:
         with pytest.raises(DialRefused, match=why) as caught:
             await call(reception.addresses, **differs)
-        assert not caught.value.nobody_listens
+        assert not caught.value.has_no_listener
         assert f"rank {differs.get('peer', PEER).rank}" in str(caught.value)
         await reception.until(lambda reception: len(reception.refused) == 2)  # Unix, then TCP
         assert all(told in str(error) for error in reception.refused)
@@ -149,13 +149,13 @@ async def test_a_process_that_is_gone_is_told_from_one_that_refuses():
         gone.close()
         with pytest.raises(DialRefused, match=r"Connection refused; .*Connection refused") as caught:
             await call(dead)
-        assert caught.value.nobody_listens
+        assert caught.value.has_no_listener
         with pytest.raises(DialRefused) as caught:
             await call([*dead, reception.addresses[0]], epoch=9)
-        assert not caught.value.nobody_listens
+        assert not caught.value.has_no_listener
         with pytest.raises(DialRefused, match="no address") as caught:
             await call([])
-        assert not caught.value.nobody_listens
+        assert not caught.value.has_no_listener
 
 
 @on_every_loop
@@ -164,7 +164,7 @@ async def test_one_who_never_answers_is_not_waited_for():
     try:
         with pytest.raises(DialRefused, match=r"no answer within 0\.01 s") as caught:
             await call([tcp(silent)], timeout_s=0.01)
-        assert not caught.value.nobody_listens
+        assert not caught.value.has_no_listener
     finally:
         silent.close()
 
@@ -244,7 +244,7 @@ async def test_a_dial_may_be_cancelled():
     [b"", MAGIC, b"HTTP/1.1 400 Bad Request\r\n\r\n", encode(Welcome())],
     ids=["nothing", "half a message", "http", "welcome without a proof"],
 )
-async def test_a_stranger_who_answers_is_turned_down(reply):
+async def test_an_unauthenticated_peer_that_answers_is_refused(reply):
     loop = asyncio.get_running_loop()
     stranger = Listener("127.0.0.1")
     try:
@@ -255,7 +255,7 @@ async def test_a_stranger_who_answers_is_turned_down(reply):
         accepted.close()
         with pytest.raises(DialRefused) as caught:
             await dialling
-        assert not caught.value.nobody_listens
+        assert not caught.value.has_no_listener
     finally:
         stranger.close()
 

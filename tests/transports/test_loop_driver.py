@@ -186,7 +186,7 @@ async def test_it_may_be_closed_from_a_callback() -> None:
 
 
 @on_every_loop
-async def test_the_loop_would_tell_of_errors_that_nobody_hears() -> None:
+async def test_the_loop_reports_errors_never_retrieved() -> None:
     watch = Watch()
     with driven() as (reactor, _):
         reactor.call_soon(lambda: 1 // 0)

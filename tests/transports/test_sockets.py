@@ -13,8 +13,8 @@ from kfcomm.transports.sockets import (
     Listener,
     connect,
     describe,
+    has_no_listener,
     hold_little,
-    nobody_listens,
     tune,
     watch,
 )
@@ -141,20 +141,20 @@ async def test_connect_without_listener(name):
             await connect(address)
         errors.append(caught.value)
         assert why_failed(caught.value) == "Connection refused"
-    assert nobody_listens(errors)
-    assert not nobody_listens([*errors, OSError(errno.ETIMEDOUT, "")])
-    assert not nobody_listens([])
+    assert has_no_listener(errors)
+    assert not has_no_listener([*errors, OSError(errno.ETIMEDOUT, "")])
+    assert not has_no_listener([])
 
 
 @on_every_loop
-async def test_a_socket_that_meets_itself_has_met_nobody(monkeypatch):
+async def test_a_socket_connected_to_itself_is_refused(monkeypatch):
     sock = socket.socket()
     sock.setblocking(False)
     sock.bind(("127.0.0.1", 0))
     monkeypatch.setattr(sockets, "_make", lambda address: sock)
     with pytest.raises(ConnectionRefusedError) as caught:
         await connect(sock.getsockname())
-    assert nobody_listens([caught.value])
+    assert has_no_listener([caught.value])
 
 
 @on_every_loop
@@ -164,7 +164,7 @@ async def test_a_name_that_cannot_be_resolved_has_the_systems_reason():
             with pytest.raises(OSError) as caught:  # noqa: PT011 (its text is the system's)
                 await connect((name, 1))
             assert why_failed(caught.value)
-            assert not nobody_listens([caught.value])
+            assert not has_no_listener([caught.value])
 
     try:
         await main()
@@ -215,4 +215,4 @@ def test_addresses_as_people_write_them():
 
 def test_dial_refused_is_a_transport_error():
     assert isinstance(DialRefused("x"), TransportError)
-    assert not DialRefused("x").nobody_listens
+    assert not DialRefused("x").has_no_listener

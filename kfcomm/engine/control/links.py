@@ -173,7 +173,7 @@ class ControlLinks(Inbound):
                 try:
                     connection = await self._dial(rank)
                 except DialRefused as error:
-                    if error.nobody_listens:
+                    if error.has_no_listener:
                         del self._dialling[rank]  # first, since the node drops what belongs to this rank
                         self._node.ended(rank, str(error))
                         return

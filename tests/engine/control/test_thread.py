@@ -139,7 +139,7 @@ async def test_lost_rank_that_returns_at_the_end_is_notified(unix):
         for rank, purpose in ((1, Purpose.CONTROL), (3, Purpose.DATA)):
             with pytest.raises(DialRefused, match="epoch is over") as caught:
                 await world.dial(rank, 0, purpose)
-            assert not caught.value.nobody_listens
+            assert not caught.value.has_no_listener
         world.threads[3].start()
         await world.until(lambda: world.engines[3].lost)
         assert (world.engines[3].lost, world.engines[3].reasons) == ({3: 1}, ["silent"])
@@ -348,7 +348,7 @@ async def test_ranks_leave_one_by_one_and_answer_to_the_last(size):
 
 
 @pytest.mark.asyncio
-async def test_a_rank_leaves_in_the_end_although_nobody_asks():
+async def test_a_rank_leaves_in_the_end_although_no_peer_asks():
     busy = asyncio.new_event_loop()
     try:
         async with planes(2, loops={1: busy}) as world:
@@ -553,7 +553,7 @@ async def test_unauthenticated_peers_are_refused(name, purpose):
     async with planes(2) as world:
         with pytest.raises(DialRefused) as caught:
             await world.dial(1, 0, purpose, **STRANGERS[name])
-        assert not caught.value.nobody_listens
+        assert not caught.value.has_no_listener
         await settled(world)
         assert not any(engine.lost or engine.adopted for engine in world.engines)
 
