@@ -130,7 +130,7 @@ def row_elements(shape: Shape) -> int:
         ConfigError: the array has no first axis.
     """
     if not shape:
-        raise ConfigError("expected an array of rows, one part for each rank, got an array without dimensions")
+        raise ConfigError("expected an array to divide along its first axis, got one without dimensions")
     return math.prod(shape[1:])
 
 
@@ -193,5 +193,5 @@ def checked_priority(priority: Any) -> int:
     """
     number = whole_number(priority)
     if number is None or not LEAST_URGENT <= number <= MOST_URGENT:
-        raise ConfigError(f"expected a priority from {LEAST_URGENT} to {MOST_URGENT}, got {priority!r}")
+        raise ConfigError(f"expected a whole number from {LEAST_URGENT} to {MOST_URGENT} as priority, got {priority!r}")
     return number

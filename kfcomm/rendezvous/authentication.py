@@ -105,8 +105,8 @@ def read_token(path: Path) -> bytes:
 def _check_mode(path: Path, mode: int) -> None:
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
-            f"token file {str(path)!r} can be written by others than its owner (mode {mode:04o}), who would choose who "
-            f"may join: chmod 600 {path}"
+            f"token file {str(path)!r} can be written by other users (mode {mode:04o}), who could then join jobs: "
+            f"chmod 600 {path}"
         )
     if mode & (stat.S_IRGRP | stat.S_IROTH):
         logger.warning("token file %s can be read by others than its owner (mode %04o): chmod 600 it", path, mode)
@@ -208,7 +208,7 @@ def bits_of(token: bytes) -> float:
 
 def _checked(token: bytes, name: str, *, is_text: bool = True) -> bytes:
     if len(token) > MAX_TOKEN_NBYTES:
-        raise ConfigError(f"{name} has {len(token)} bytes; it may have {MAX_TOKEN_NBYTES}")
+        raise ConfigError(f"{name} has {len(token)} bytes, at most {MAX_TOKEN_NBYTES} are allowed")
     if b"\0" in token:
         raise ConfigError(f"{name} must be text: it holds a NUL byte, which no variable can carry")
     tokens = list(filter(None, map(bytes.strip, token.splitlines()))) if is_text else [token]

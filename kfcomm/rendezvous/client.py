@@ -231,7 +231,7 @@ class StoreClient(KeyValue):
         if reply.status == 401:
             raise RendezvousError(f"the store at {self.url} refuses this process: its token is not the job's")
         if not is_answer_valid(used, reply.ticket, reply.status, reply.body, reply.header):
-            raise RendezvousError(f"what answers at {self.url} does not know the job's token: it is not its store")
+            raise RendezvousError(f"the server at {self.url} does not have the job's token: it is not the job's store")
         self.identity = identity_of(used)
         return reply
 
@@ -252,7 +252,7 @@ class StoreClient(KeyValue):
         answer = await self._ask("GET", "/v1/hello", {}, b"", timeout_s)
         greeting = re.fullmatch(GREETING + rb"([0-9a-f]{64})", answer.body)
         if greeting is None:
-            raise RendezvousError(f"what answers at {self.url} is not a store of kfcomm (HTTP status {answer.status})")
+            raise RendezvousError(f"the server at {self.url} is not a store of kfcomm (HTTP status {answer.status})")
         self._nonce = bytes.fromhex(greeting[1].decode())
         return self._nonce
 

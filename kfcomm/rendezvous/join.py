@@ -288,7 +288,7 @@ class _Claim(NamedTuple):
         try:
             peer = PeerInfo.from_wire(data[start:])
         except RemoteProtocolError as error:
-            raise RendezvousError(f"the store holds what no peer of this version wrote: {error}") from error
+            raise RendezvousError(f"the store has an entry of another version of kfcomm: {error}") from error
         (size,) = _SIZE.unpack(data[_NONCE_NBYTES:start])
         return cls(data[:_NONCE_NBYTES], size, peer)
 

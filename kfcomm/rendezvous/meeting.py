@@ -68,7 +68,7 @@ class ForeignRendezvous:
         try:
             return [PeerInfo.from_wire(bytes.fromhex(found[key].decode())) for key in keys]
         except (RemoteProtocolError, ValueError) as error:
-            raise RendezvousError(f"{self.owner}'s store holds what no rank of this version wrote: {error}") from error
+            raise RendezvousError(f"{self.owner}'s store has an entry of another version of kfcomm: {error}") from error
 
     def _await(self, keys: dict[str, int]) -> dict[str, bytes]:
         """Wait until all keys are set, each by the rank that is named with it; return their values.

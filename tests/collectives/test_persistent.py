@@ -458,7 +458,7 @@ async def test_it_cannot_be_started_on_a_closed_communicator() -> None:
         ("send", [np.ones(2), 0], {}, "this rank itself"),
         ("send", ["text", 1], {}, "expected an array of numbers, got str"),
         ("recv", [9], {}, "not a rank"),
-        ("recv", [1], {"tag": 1.5}, "a tag is"),
+        ("recv", [1], {"tag": 1.5}, "expected a whole number or a string as tag"),
     ],
 )
 async def test_invalid_arguments_are_refused_at_the_first_start(
@@ -491,7 +491,7 @@ async def test_invalid_arguments_are_refused_at_the_first_start(
         ({"name": ""}, "expected a name"),
         ({"name": 7}, "expected a name"),
         ({"timeout": -1}, "a timeout"),
-        ({"priority": "high"}, "a priority"),
+        ({"priority": "high"}, "as priority"),
     ],
 )
 async def test_a_name_a_timeout_and_a_priority_are_checked_when_it_is_prepared(

@@ -62,7 +62,7 @@ def test_a_long_story_is_cut_at_either_end():
 def test_nonsense_becomes_a_cause_of_its_own(fields):
     cause = Cause.from_wire(fields)
     assert (cause.kind, cause.rank) == (CauseKind.INTERNAL, -1)
-    assert "no sense" in cause.message
+    assert "invalid reason" in cause.message
 
 
 @given(fields=junk | st.lists(junk, min_size=5, max_size=5))

@@ -249,7 +249,7 @@ async def test_invalid_uses_of_commit_are_refused() -> None:
         with pytest.raises(ConfigError, match="with block"):
             elastic.restore()
         async with elastic:
-            with pytest.raises(ConfigError, match="no complete commit"):
+            with pytest.raises(ConfigError, match="no commit is complete"):
                 elastic.restore()
             assert await elastic.commit()
             own.x[:] = 1

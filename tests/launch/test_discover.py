@@ -87,7 +87,7 @@ def test_a_host_that_was_never_needed_ends_well(job: Callable[..., Job], tmp_pat
     [
         (["-n", "2", "--discover", "true"], "--discover needs --elastic"),
         (["-n", "2", "--elastic", "1:4", "--discover", "true"], "--discover needs -H"),
-        (["-H", "127.0.0.1:2", "--elastic", "1", "--discover", "true"], "it needs --elastic MIN:MAX, not '1'"),
+        (["-H", "127.0.0.1:2", "--elastic", "1", "--discover", "true"], "expected --elastic MIN:MAX, got '1'"),
         (["-H", "127.0.0.1:2", "--elastic", "1:4", "--discover", "no-such-program"], "command not found"),
         (["-H", "127.0.0.1:2", "--elastic", "1:4", "--discover", "'"], "expected a command, got"),
         (["-H", "127.0.0.1:2", "--elastic", "1:4", "--discover", ""], "expected a command, got"),

@@ -143,7 +143,7 @@ def test_joining_rank_of_a_prepared_epoch_needs_no_answer_of_the_store(job: Call
     ("store", "said"),
     [
         ("etcd://127.0.0.1:1/job", "etcd://127.0.0.1:1/job could not be reached within"),
-        ("etcd://127.0.0.1:1", "has no prefix"),
+        ("etcd://127.0.0.1:1", "needs a prefix"),
         ("/proc/none", "cannot keep a token in '/proc/none'"),
         ("/dev/full", "is not a directory of this user alone"),
     ],

@@ -78,7 +78,7 @@ def test_a_file_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> N
     path = tmp_path / "token"
     path.write_text(TOKEN)
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=r"can be written by others.*chmod 600"):
+    with pytest.raises(ConfigError, match=r"can be written by other users.*chmod 600"):
         read_token(path)
 
 

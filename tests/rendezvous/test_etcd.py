@@ -257,17 +257,17 @@ async def test_another_server_is_no_etcd() -> None:
 @pytest.mark.parametrize(
     ("store", "said"),
     [
-        ("etcd://h1,h2", "no prefix"),
+        ("etcd://h1,h2", "needs a prefix"),
         ("etcd:///prefix", "names no etcd"),
         ("etcd://h1,,h2/prefix", "names no etcd"),
-        ("etcd://h1:0/prefix", "a port is from"),
-        ("etcd://h1:99999/prefix", "a port is from"),
+        ("etcd://h1:0/prefix", "expected a port from"),
+        ("etcd://h1:99999/prefix", "expected a port from"),
         ("etcd://ann@h1/prefix", "KFCOMM_ETCD_PASSWORD"),
         ("etcd://h1/prefix?ca=x", "write etcds://"),
-        ("etcds://h1/prefix?cert=x", "cert and key go together"),
+        ("etcds://h1/prefix?cert=x", "expected both cert and key"),
         ("etcds://h1/prefix?ca=/none", "TLS cannot be used"),
         ("etcds://h1/prefix?key_file=x", "not key_file"),
-        ("etcd://ann:hidden@h1,h2", "no prefix"),
+        ("etcd://ann:hidden@h1,h2", "needs a prefix"),
     ],
 )
 def test_addresses_that_do_not_work(store: str, said: str) -> None:

@@ -62,5 +62,5 @@ def test_missing_ranks_are_reported_once_and_named_at_the_timeout(caplog: pytest
 def test_a_value_that_no_rank_wrote_is_refused(value: str) -> None:
     store = Store()
     store.set("kfcomm/g/1/1", value)
-    with pytest.raises(RendezvousError, match=r"^Ray's store holds what no rank of this version wrote: "):
+    with pytest.raises(RendezvousError, match=r"^Ray's store has an entry of another version of kfcomm: "):
         asyncio.run(meeting(store, 0, size=2).exchange(info(0)))

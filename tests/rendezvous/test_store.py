@@ -317,7 +317,7 @@ async def serve_once(answer: bytes) -> tuple[asyncio.Server, str]:
     [
         (b"It works!", "not a store of kfcomm"),
         # it answers like a store, but every answer lacks the proof
-        (b"kfcomm store " + b"0" * 64, "does not know the job's token"),
+        (b"kfcomm store " + b"0" * 64, "does not have the job's token"),
     ],
 )
 async def test_another_server_is_not_taken_for_the_store(body: bytes, message: str) -> None:

@@ -40,7 +40,7 @@ def test_the_best_shape_is_the_one_with_the_highest_goodput() -> None:
     shape, found = best_shape(MODEL, GRADIENTS, 128, shapes)
     assert found == max(goodput(MODEL, GRADIENTS, 128, one) for one in shapes)
     assert found == goodput(MODEL, GRADIENTS, 128, shape)
-    with pytest.raises(ConfigError, match="no shape"):
+    with pytest.raises(ConfigError, match="at least one shape"):
         best_shape(MODEL, GRADIENTS, 128, [])
 
 

@@ -60,10 +60,10 @@ def parse(store: str, environ: Mapping[str, str]) -> Address:
         raise ConfigError(f"--store {shown!r} names no etcd: {HOW}")
     ports = [int(one[2] or DEFAULT_PORT) for one in found if one is not None]
     if not all(0 < port < 1 << 16 for port in ports):
-        raise ConfigError(f"--store {shown!r}: a port is from 1 to 65535")
+        raise ConfigError(f"--store {shown!r}: expected a port from 1 to 65535")
     prefix = parts.path.strip("/")
     if not prefix or len(prefix) > MAX_PREFIX_LENGTH or not prefix.isprintable():
-        raise ConfigError(f"--store {shown!r} has no prefix for the keys of this job alone: {HOW}")
+        raise ConfigError(f"--store {shown!r} needs a prefix for the keys of this job: {HOW}")
     names = [one[1] for one in found if one is not None]
     endpoints = tuple(f"{SCHEMES[parts.scheme]}://{name}:{port}" for name, port in zip(names, ports, strict=True))
     password = unquote(password) or environ.get(PASSWORD, "")
@@ -75,13 +75,13 @@ def parse(store: str, environ: Mapping[str, str]) -> Address:
 def _tls(shown: str, scheme: str, query: str) -> ssl.SSLContext | None:
     files = dict(parse_qsl(query, keep_blank_values=True))
     if unknown := sorted(files.keys() - {"ca", "cert", "key"}):
-        raise ConfigError(f"--store {shown!r}: there are ca, cert and key, not {', '.join(unknown)}")
+        raise ConfigError(f"--store {shown!r}: expected ca, cert and key, got {', '.join(unknown)}")
     if scheme == "etcd":
         if files:
             raise ConfigError(f"--store {shown!r} names files for TLS: write etcds://")
         return None
     if ("cert" in files) != ("key" in files):
-        raise ConfigError(f"--store {shown!r}: cert and key go together")
+        raise ConfigError(f"--store {shown!r}: expected both cert and key, got one")
     try:
         context = ssl.create_default_context(cafile=files.get("ca"))
         if "cert" in files:
