@@ -1,9 +1,10 @@
 """Cost of the dashboard, and pictures of it for the documentation, from a job of this host.
 
     python -m bench.dashboard                        16 ranks, 5 updates a second: processor time, bytes, first paint
+    python -m bench.dashboard --ranks 8 --hosts 2    the same with half of the ranks on another host, by namespaces
     python -m bench.dashboard --pictures docs/howto  pictures: a start, a swap, a dead rank, a hang, decisions
 
-Needs Chromium; decisions need the extra demo.
+Needs Chromium, but for ``--hosts``, which needs root; decisions need the extra demo.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import io
 import os
 import re
+import secrets
 import shutil
 import signal
 import statistics
@@ -24,10 +26,12 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Self
 
-import aiohttp
+import psutil
 from PIL import Image
 
 from bench import chromium
+from bench.netlab import Netlab, even
+from bench.netlab.hosts import Host
 
 PROGRAM = """
 import math, random, sys, time
@@ -53,6 +57,12 @@ with kfcomm.sync.init() as comm:
             comm.set_strategy("ring")
         time.sleep((0.3 if kind == "figures" else 0.05) + (0.02 if comm.rank == 2 else 0))
 """
+READER = """
+import sys, urllib.request
+with urllib.request.urlopen(sys.argv[1] + "events") as response:
+    while response.read1(1 << 20):
+        pass
+"""
 TRAIN = ("--keep-going", "python", "train.py")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ADAPTIVE = (
@@ -72,8 +82,9 @@ def cpu_s(pid: int) -> float:
 class Job:
     """A job with its dashboard, a process of its own."""
 
-    def __init__(self, size: int, command: Sequence[str], folder: Path) -> None:
+    def __init__(self, size: int, command: Sequence[str], folder: Path, hosts: Sequence[Host] = ()) -> None:
         self.size, self._command, self._folder = size, command, folder / "model"
+        self._hosts = hosts
         shutil.copytree(EXAMPLES, self._folder)
         (self._folder / "train.py").write_text(PROGRAM)
         self._name = next(Path(word).stem for word in command if word.endswith(".py"))
@@ -81,12 +92,15 @@ class Job:
     async def __aenter__(self) -> Self:
         pipe = asyncio.subprocess.PIPE
         kfcomm = (sys.executable, "-m", "kfcomm")
-        run = ("run", "-n", str(self.size), *self._command)
+        places = ",".join(f"{host.address}:{self.size // len(self._hosts)}" for host in self._hosts)
+        run = ("run", *(("-H", places) if places else ("-n", str(self.size))), *self._command)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environ = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(sys.path)}
-        self.run = await asyncio.create_subprocess_exec(*kfcomm, *run, cwd=self._folder, env=environ)
+        token = {"KFCOMM_TOKEN": secrets.token_hex(32)} if places else {}
+        environ = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(sys.path), **token}
+        lines = [host.inside(*kfcomm, *run) for host in self._hosts] or [[*kfcomm, *run]]
+        self.runs = [await asyncio.create_subprocess_exec(*line, cwd=self._folder, env=environ) for line in lines]
         while True:
-            dashboard = (*kfcomm, "dashboard", self._name, "--port", "0")
+            dashboard = self.inside(*kfcomm, "dashboard", self._name, "--port", "0")
             self.server = await asyncio.create_subprocess_exec(*dashboard, stdout=pipe, stderr=pipe)
             assert self.server.stdout is not None  # noqa: S101
             if found := re.search(r"http\S+", (await self.server.stdout.readline()).decode()):
@@ -96,9 +110,19 @@ class Job:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for process in (self.server, self.run):
-            process.send_signal(signal.SIGINT)
+        for process in (self.server, *self.runs):
+            with contextlib.suppress(ProcessLookupError):  # a launcher ends when another one does
+                process.send_signal(signal.SIGINT)
             await process.wait()
+
+    def inside(self, *line: str) -> list[str]:
+        """The command on the host of the dashboard."""
+        return self._hosts[0].inside(*line) if self._hosts else list(line)
+
+    def pids_by_host(self) -> list[list[int]]:
+        """Processes of the ranks of each host."""
+        found = [psutil.Process(run.pid).children(recursive=True) for run in self.runs]
+        return [[one.pid for one in some if "train.py" in one.cmdline()] for some in found]
 
     async def pids(self, page: chromium.Page) -> list[int]:
         """Processes of the ranks, by rank."""
@@ -108,31 +132,40 @@ class Job:
         return [int(pid) for pid in told]
 
 
-async def measure(size: int) -> None:
+async def measure(size: int, num_hosts: int) -> None:
     """Print what a reader costs, from periods with one and without, by turns."""
-    found: dict[tuple[str, bool], list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        async with Job(size, (*TRAIN, "figures"), Path(folder)) as job:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(Netlab(even(num_hosts), network="10.77.41.0/24")).hosts if num_hosts > 1 else ()
+        async with Job(size, (*TRAIN, "figures"), Path(folder), hosts) as job:
             # A browser on this machine would take the time of the ranks: once the page is measured, only its messages
             # are read.
-            async with chromium.page(job.url) as page:
-                pids = await job.pids(page)
-                nbytes = await page.value(f"{RESOURCES}.reduce((sum, one) => sum + one.decodedBodySize, 0)")
-                paint_ms = await page.until("performance.getEntriesByName('first-contentful-paint')[0].startTime")
-                print(f"page: {nbytes:,} bytes beside its HTML; first paint after {paint_ms:.0f} ms")
-            for turn in range(2 * NUM_PAIRS):
-                is_read = turn % 2 == 0
-                async with _reader(job.url, is_read):
-                    await asyncio.sleep(SETTLE_S)
-                    before = cpu_s(job.server.pid), sum(map(cpu_s, pids)), time.monotonic()
-                    await asyncio.sleep(PERIOD_S)
-                    passed_s = time.monotonic() - before[2]
-                    for what, used_s in (
-                        ("server", cpu_s(job.server.pid) - before[0]),
-                        ("rank", (sum(map(cpu_s, pids)) - before[1]) / size),
-                    ):
-                        found.setdefault((what, is_read), []).append(used_s / passed_s)
-    for what in ("server", "rank"):
+            if not hosts:
+                async with chromium.page(job.url) as page:
+                    await job.pids(page)
+                    nbytes = await page.value(f"{RESOURCES}.reduce((sum, one) => sum + one.decodedBodySize, 0)")
+                    paint_ms = await page.until("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+                    print(f"page: {nbytes:,} bytes beside its HTML; first paint after {paint_ms:.0f} ms")
+            here, *elsewhere = job.pids_by_host()
+            groups = {"server": [job.server.pid], "rank": here}
+            if hosts:
+                groups["rank of another host"] = [pid for pids in elsewhere for pid in pids]
+            await _compare(job, groups)
+
+
+async def _compare(job: Job, groups: dict[str, list[int]]) -> None:
+    found: dict[tuple[str, bool], list[float]] = {}
+    for turn in range(2 * NUM_PAIRS):
+        is_read = turn % 2 == 0
+        async with _reader(job, is_read):
+            await asyncio.sleep(SETTLE_S)
+            before = {what: sum(map(cpu_s, pids)) for what, pids in groups.items()}
+            began_s = time.monotonic()
+            await asyncio.sleep(PERIOD_S)
+            passed_s = time.monotonic() - began_s
+            for what, pids in groups.items():
+                used_s = (sum(map(cpu_s, pids)) - before[what]) / len(pids)
+                found.setdefault((what, is_read), []).append(used_s / passed_s)
+    for what in groups:
         pairs = list(zip(found[what, True], found[what, False], strict=True))
         more = statistics.median(one - other for one, other in pairs)
         read, unread = (statistics.median(found[what, kind]) for kind in (True, False))
@@ -140,23 +173,17 @@ async def measure(size: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _reader(url: str, is_there: bool) -> AsyncIterator[None]:
+async def _reader(job: Job, is_there: bool) -> AsyncIterator[None]:
     if not is_there:
         yield
         return
-
-    async def read() -> None:
-        timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(timeout=timeout) as client, client.get(f"{url}events") as response:
-            async for _ in response.content.iter_any():
-                pass
-
-    reading = asyncio.create_task(read())
+    line = job.inside(sys.executable, "-c", READER, job.url)
+    reading = await asyncio.create_subprocess_exec(*line)
     try:
         yield
     finally:
-        reading.cancel()
-        await asyncio.wait([reading])
+        reading.kill()
+        await reading.wait()
 
 
 async def pictures(folder: Path) -> None:
@@ -202,9 +229,10 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=16)
+    parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--pictures", type=Path, metavar="FOLDER")
     given = parser.parse_args()
-    asyncio.run(measure(given.ranks) if given.pictures is None else pictures(given.pictures))
+    asyncio.run(measure(given.ranks, given.hosts) if given.pictures is None else pictures(given.pictures))
 
 
 if __name__ == "__main__":

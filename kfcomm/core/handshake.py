@@ -70,6 +70,8 @@ class Purpose(IntEnum):
     """Data that does not travel on the connection."""
     CLOCK = 3
     """Questions about the answerer's clock."""
+    OBSERVER = 63
+    """Questions of an observer on the dialler's host."""
 
 
 class Hello(NamedTuple):

@@ -72,6 +72,7 @@ class Session(ControlEvents, StatusSource):
         self._unshared_said = False
         self.lag = LoopLag()  # of the event loop; none in a world of one
         self.where: Callable[[], str] = str
+        self.observed: Callable[[bytes], bytes] = lambda _: b"null"  # answer to an observer elsewhere; JSON
         self.engine.control = network.start(self.engine.receiver, options.reactor, self, self)
         if self.engine.control is not None:
             self.lag.start(self.engine)
@@ -188,6 +189,10 @@ class Session(ControlEvents, StatusSource):
         line = self.where()
         return self.engine.recorder.last() + blocked + (f", at {line}" if line else "")
 
+    @override
+    def answer_observer(self, question: bytes) -> bytes:
+        return self.observed(question)
+
     # ---------------------------------------------------------------- the end
 
     @property
@@ -286,7 +291,7 @@ class Session(ControlEvents, StatusSource):
         follower._former = [*self._former, self]
         follower._retiring |= self._retiring
         follower.engine.observe(tuple(one for one in observers or () if one.outlives_epoch))
-        follower.where = self.where
+        follower.where, follower.observed = self.where, self.observed
         follower.engine.recorder.news = self.engine.recorder.news
         for observer in follower.engine.all_observers():
             observer.joined(follower.epoch, follower.rank, follower.layout.size)

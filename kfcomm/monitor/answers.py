@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from kfcomm.errors import ConfigError
 from kfcomm.monitor.dumps import snapshot
 from kfcomm.monitor.live import Question
 from kfcomm.monitor.statistics import statistics_of
+from kfcomm.monitor.usage import usage_of
 from kfcomm.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -40,7 +44,17 @@ def answer_to(question: bytes, comm: World) -> Any:
             found = statistics_of(comm._session, comm._group, comm._mailbox.group_ids, with_keys=False)
             news = tuple(one for one in found.events if one.time_s > found.time_s - NEW_S)
             return replace(found, events=news).as_json()
+        case Question.USAGE.value:
+            return usage_of(os.getpid())._asdict()
     return comm.statistics().as_json()
+
+
+def encoded_answer_to(question: bytes, comm: World) -> bytes:
+    """The same in JSON; ``null`` if monitoring is off."""
+    try:
+        return json.dumps(answer_to(question, comm)).encode()
+    except ConfigError:
+        return b"null"
 
 
 def graphs(comm: World) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 A rank with monitoring on listens at an abstract Unix socket (Linux alone has them), whose name holds the user, the job
 and the rank; ``jobs`` reads the names from /proc/net/unix. A connection asks with one byte (see `Question`), and gets
-one line of JSON and the end of the connection: the statistics of the rank's world, if it asks for nothing else. The
-name is gone with the process, however that ended.
+one line of JSON and the end of the connection: the statistics of the rank's world, if it asks for nothing else. With
+`RELAY` it asks for ranks of other hosts (see ``monitor.relaying``). The name is gone with the process, however that
+ended.
 
 Invariants: only processes of the same user are answered, and only theirs are believed (SO_PEERCRED, unix(7)).
 """
@@ -28,7 +29,7 @@ from kfcomm.common import sockets
 from kfcomm.common.sizes import shortened
 from kfcomm.common.sockets import ask, credentials_of, own_names
 from kfcomm.errors import ConfigError
-from kfcomm.monitor.serving import PATIENCE_S, Attendant
+from kfcomm.monitor.serving import PATIENCE_S, RELAY, Attendant
 
 if TYPE_CHECKING:
     from kfcomm.monitor.statistics import Statistics
@@ -53,6 +54,8 @@ class Question(Enum):
     """A record of ``monitor.dumps``."""
     GRAPHS = b"g"
     """Hosts of the ranks, and the graphs of the strategy in force."""
+    USAGE = b"u"
+    """Memory and descriptors of the rank's process: see ``monitor.usage``."""
 
 
 class Job(NamedTuple):
@@ -150,10 +153,13 @@ def job_name(job: str | None, store: str | None) -> str:
     return re.sub(r"[^\w.]+", "-", name.removeprefix("http://"), flags=re.ASCII)[:_MAX_JOB_LETTERS]
 
 
-def attend(job: str, rank: int, answer: Callable[[bytes], Any]) -> Attendant | None:
+def attend(
+    job: str, rank: int, answer: Callable[[bytes], Any], pass_on: Callable[[socket.socket], None] | None = None
+) -> Attendant | None:
     """Answer for a rank from now on; None where the system cannot do that: the rank works all the same.
 
-    ``answer`` returns JSON-able values for the value of a `Question`; it raises ConfigError if it cannot.
+    ``answer`` returns JSON-able values for the value of a `Question`; it raises ConfigError if it cannot. ``pass_on``
+    serves the rest of a connection that began with `RELAY`.
     """
     if sys.platform != "linux":
         return None
@@ -168,7 +174,12 @@ def attend(job: str, rank: int, answer: Callable[[bytes], Any]) -> Attendant | N
         return None
 
     def serve(sock: socket.socket) -> None:
-        if credentials_of(sock).is_same_user and (question := sock.recv(1)):
+        if not credentials_of(sock).is_same_user:
+            return
+        question = sock.recv(1)
+        if question == RELAY and pass_on is not None:
+            pass_on(sock)
+        elif question:
             with contextlib.suppress(ConfigError):  # the program has turned its meter off meanwhile
                 sock.sendall(json.dumps(answer(question)).encode() + b"\n")
 
@@ -176,11 +187,6 @@ def attend(job: str, rank: int, answer: Callable[[bytes], Any]) -> Attendant | N
 
 
 def _statistics(name: str, question: Question) -> Statistics | None:
-    from kfcomm.monitor.statistics import Statistics  # here: this is done by those who watch, not by a rank
+    from kfcomm.monitor.statistics import statistics_in  # here: this is done by those who watch, not by a rank
 
-    answer = answer_of(name, question)
-    try:
-        return None if answer is None else Statistics.from_json(answer)
-    except (ValueError, TypeError, KeyError) as error:
-        logger.debug("no statistics from %s: %s", name, error)
-        return None
+    return statistics_in(answer_of(name, question))

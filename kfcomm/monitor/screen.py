@@ -91,7 +91,8 @@ def title(change: JobChange) -> str:
     strategies = " / ".join(dict.fromkeys(answer.strategy for answer in change.answers)) or "?"
     elsewhere = change.size - len(change.ranks) - len(change.gone)
     there = f", {elsewhere} on other hosts" if elsewhere > 0 else ""
-    ranks = f"{len(change.ranks)} of {change.size or '?'} ranks here{there}"
+    here = " here" if all(one.is_here for one in change.ranks.values()) else ""
+    ranks = f"{len(change.ranks)} of {change.size or '?'} ranks{here}{there}"
     epoch = max((answer.epoch for answer in change.answers), default=0)
     changed = f"  epoch {epoch}" if epoch else ""
     return f"kfcomm top  {change.job}  {ranks}{changed}  strategy {strategies}"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MAX_AT_ONCE = 8
 """Connections; for one more, one of these is hung up on."""
+RELAY = b">"
+"""First byte of questions to ranks of other hosts (``monitor.relaying``)."""
 PATIENCE_S = 5.0
 """For a connection, from its coming to its last byte."""
 BREATHER_S = 0.1
@@ -205,6 +207,17 @@ def attend(session: Session, settings: Settings, comm: Any) -> None:
 
         return answer_to(question, comm)
 
-    found = live.attend(live.job_name(settings.job, settings.store), session.rank, answer)
+    def pass_on(sock: socket.socket) -> None:
+        from kfcomm.monitor.relaying import pass_on  # when the first one asks for ranks elsewhere
+
+        pass_on(sock, comm._latest._session)
+
+    def answer_elsewhere(question: bytes) -> bytes:
+        from kfcomm.monitor.answers import encoded_answer_to  # likewise
+
+        return encoded_answer_to(question, comm)
+
+    session.observed = answer_elsewhere
+    found = live.attend(live.job_name(settings.job, settings.store), session.rank, answer, pass_on)
     if found is not None:
         session.services.append(found)

@@ -5,6 +5,7 @@ Each number is right at the moment when it is read; of numbers that belong toget
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kfcomm.collectives.group import Group
     from kfcomm.engine.engine import Engine
     from kfcomm.engine.session import Session
+
+logger = logging.getLogger("kfcomm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +222,15 @@ class Statistics:
         )
         fields["events"] = tuple(RecentEvent(**one) for one in fields.get("events", ()))
         return cls(**fields)
+
+
+def statistics_in(answer: Any) -> Statistics | None:
+    """Statistics in a rank's decoded answer; None if it is something else."""
+    try:
+        return None if answer is None else Statistics.from_json(answer)
+    except (ValueError, TypeError, KeyError) as error:
+        logger.debug("an answer without statistics: %r", error)
+        return None
 
 
 OTHERS = "(others)"

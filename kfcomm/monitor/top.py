@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 from kfcomm.monitor import live
-from kfcomm.monitor.live import Job
-from kfcomm.monitor.statistics import DATA, OWN, KeyStatistics, Statistics, is_own
+from kfcomm.monitor.live import Job, Question
+from kfcomm.monitor.relaying import Relayed, relayed
+from kfcomm.monitor.statistics import DATA, OWN, KeyStatistics, Statistics, is_own, statistics_in
 
 MAX_AT_ONCE = 32
 """Ranks that are asked at a time."""
+ELSEWHERE = "elsewhere/"
+"""Name of a process of another host, with its number in the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,9 @@ class RankChange:
     sent_rate: float = 0.0  # bytes per second, over all links
     received_rate: float = 0.0
     waited_s: Mapping[int, float] | None = None  # seconds for which it has waited for each peer, since the last look
-    socket: str = ""  # name at which it answers
+    socket: str = ""  # name at which it answers, or at which one of this host passes questions on to it
+    process: str = ""  # name of its process, which stays when the ranks change
+    is_here: bool = True  # whether it is a rank of this host
 
     @property
     def waits_for(self) -> int | None:
@@ -49,7 +55,7 @@ class KeyChange:
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """One direction between two ranks, at least one of them here: bytes per second."""
+    """One direction between two ranks; at least one of them answers: bytes per second."""
 
     source: int
     target: int
@@ -63,8 +69,8 @@ class JobChange:
 
     job: str
     size: int  # of its world; 0 while no rank has answered
-    ranks: Mapping[int, RankChange]  # those of this host, by rank, in the latest epoch that one knows of
-    gone: Sequence[int]  # ranks of that epoch that were here and are not any more
+    ranks: Mapping[int, RankChange]  # by rank, in the latest epoch that one knows of
+    gone: Sequence[int]  # ranks of that epoch that were there and are not any more
     passed_s: float  # since the last look; 0 for the first
     keys: Sequence[KeyChange]  # the busiest first
     links: Sequence[LinkRate]  # the fastest first
@@ -78,7 +84,7 @@ class JobChange:
 
     @property
     def waited_for(self) -> Mapping[int, float]:
-        """Seconds for which all ranks here have waited for each rank, since the last look."""
+        """Seconds for which all ranks have waited for each rank, since the last look."""
         sums: dict[int, float] = {}
         for change in self.ranks.values():
             for peer, seconds in (change.waited_s or {}).items():
@@ -92,31 +98,44 @@ class JobChange:
 
 
 class JobWatcher:
-    """Looks at one job, again and again; ``pool`` is for asking its ranks, without one each look makes its own."""
+    """Looks at one job, again and again, with one question to its ranks.
+
+    ``pool`` is for asking them; without one each look makes its own.
+    """
 
     def __init__(
         self,
         job: str,
+        question: Question = Question.STATISTICS,
         *,
         find: Callable[[], Sequence[Job]] = live.jobs,
-        read: Callable[[Job], Sequence[Statistics]] = live.read,
+        read: Callable[[Job], Sequence[Statistics]] | None = None,
         pool: Executor | None = None,
     ) -> None:
         self.job = job
+        self._question = question
         self._find = find
-        self._read = read
+        self._read = partial(live.read, question=question) if read is None else read
         self._pool = pool
         self._met: dict[str, _Process] = {}
         self._size = self._epoch = 0
+        self._lost: set[int] = set()  # ranks of other hosts that are gone from this epoch
 
     def look(self) -> JobChange:
-        """Change of the job since the last look. Takes as long as its slowest rank to answer, some 5 s at most."""
+        """Change of the job since the last look.
+
+        Takes as long as its slowest rank to answer: some 5 s at most, and as long again for other hosts.
+        """
         found = next((job for job in self._find() if job.name == self.job), Job(self.job, ()))
         met = self._met
-        here = {name: self._known(rank, name, said) for (rank, name), said in self._ask(found)}
-        self._epoch = max([self._epoch, *(one.now.epoch for one in here.values() if one.now is not None)])
+        own = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="kfcomm-top")
+        with own if self._pool is None else nullcontext(self._pool) as pool:
+            told = self._ask(found, pool)
+            here = {name: self._known(rank, name, name, said) for (rank, name), said in told}
+            self._enter(here)
+            here |= self._ask_elsewhere(here, pool)
+        self._enter(here)
         in_epoch = [one for one in here.values() if one.epoch in (None, self._epoch)]
-        self._size = next((one.now.size for one in in_epoch if one.now is not None), self._size)
         taken = {one.rank for one in in_epoch}
         # A process that has not come to this epoch yet, or does not survive, has its rank of the epoch before.
         older = (one for one in here.values() if one.epoch not in (None, self._epoch))
@@ -127,40 +146,80 @@ class JobWatcher:
         gone = {one.rank for name, one in met.items() if name not in here and one.epoch in (None, self._epoch)}
         answers = [one.now for one in said if one.now is not None]
         change = JobChange(
-            job=self.job, size=self._size, ranks=changes, gone=sorted(gone - changes.keys()),
+            job=self.job, size=self._size, ranks=changes, gone=sorted((gone | self._lost) - changes.keys()),
             passed_s=max((one.passed_s for one in said), default=0.0), keys=_keys(said), links=_links(answers),
-            has_ended=not here, program=found.program,
+            has_ended=not found.sockets, program=found.program,
         )  # fmt: skip
         # Processes of earlier epochs are not missed: they were released or lost, and are not ranks of this one.
         self._met = {name: one for name, one in met.items() if one.epoch in (None, self._epoch)} | here
         return change
 
-    def _ask(self, job: Job) -> Iterable[tuple[tuple[int, str], Statistics | None]]:
-        """All ranks at once: one that is stopped holds up no other."""
-        one_by_one = [Job(job.name, (socket,)) for socket in job.sockets]
-        own = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="kfcomm-top")
-        with own if self._pool is None else nullcontext(self._pool) as pool:
-            said = pool.map(self._read, one_by_one)
-            return [(socket, next(iter(answers), None)) for socket, answers in zip(job.sockets, said, strict=True)]
+    def _enter(self, here: Mapping[str, _Process]) -> None:
+        """Note the latest epoch, and its size."""
+        said = [one.now for one in here.values() if one.now is not None]
+        before, self._epoch = self._epoch, max([self._epoch, *(now.epoch for now in said)])
+        self._size = next((now.size for now in said if now.epoch == self._epoch), self._size)
+        if self._epoch > before:
+            self._lost.clear()
 
-    def _known(self, rank: int, name: str, now: Statistics | None) -> _Process:
-        """Current record of the process that answers at a socket; ``rank`` is the one that it began with."""
+    def _ask(self, job: Job, pool: Executor) -> Iterable[tuple[tuple[int, str], Statistics | None]]:
+        """All ranks of this host at once: one that is stopped holds up no other."""
+        one_by_one = [Job(job.name, (socket,)) for socket in job.sockets]
+        said = pool.map(self._read, one_by_one)
+        return [(socket, next(iter(answers), None)) for socket, answers in zip(job.sockets, said, strict=True)]
+
+    def _ask_elsewhere(self, here: Mapping[str, _Process], pool: Executor) -> dict[str, _Process]:
+        """Processes of other hosts, by name; those of this host pass questions on."""
+        in_epoch = [one for one in here.values() if one.epoch in (None, self._epoch)]
+        through = [one.socket for one in in_epoch if one.now is not None]
+        asked = sorted(set(range(self._size)) - {one.rank for one in in_epoch}) if through else []
+        places = {rank: through[i % len(through)] for i, rank in enumerate(asked)}
+        all_told = ask_elsewhere(places, self._question, pool)
+        told = {rank: one for rank, one in all_told.items() if one.epoch == self._epoch}
+        self._lost |= {rank for rank, one in told.items() if one.is_gone}
+        # One that was there, and of which nothing is heard now, does not answer.
+        known = {
+            name: self._known(one.rank, name, one.socket, None)
+            for name, one in self._met.items()
+            if name.startswith(ELSEWHERE) and one.epoch == self._epoch and one.rank not in self._lost
+        }
+        for rank, one in told.items():
+            if not one.is_gone:
+                name = f"{ELSEWHERE}{one.process}"
+                known[name] = self._known(rank, name, places[rank], statistics_in(one.answer))
+        return known
+
+    def _known(self, rank: int, name: str, socket: str, now: Statistics | None) -> _Process:
+        """Current record of a process; ``rank`` is the one that it began with, or has now."""
         before = self._met.get(name)
         last = None if before is None else before.last
         if now is not None:
             # Counters begin anew with each epoch.
-            return _Process(now.rank, now, last if last is not None and last.epoch == now.epoch else None, name)
-        return _Process(rank if before is None else before.rank, None, last, name)
+            earlier = last if last is not None and last.epoch == now.epoch else None
+            return _Process(now.rank, now, earlier, socket, name)
+        return _Process(rank if before is None else before.rank, None, last, socket, name)
+
+
+def ask_elsewhere(places: Mapping[int, str], question: Question, pool: Executor) -> dict[int, Relayed]:
+    """Answers of ranks of other hosts: of each by way of the rank at that socket of this host."""
+    by_socket: dict[str, list[int]] = {}
+    for rank, socket in places.items():
+        by_socket.setdefault(socket, []).append(rank)
+    found: dict[int, Relayed] = {}
+    for some in pool.map(partial(relayed, question=question), by_socket, by_socket.values()):
+        found |= some
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """One process of the job, known by its socket: the ranks change from one epoch to the next."""
+    """One process of the job, known by its name: the ranks change from one epoch to the next."""
 
     rank: int  # as it says, or said last
     now: Statistics | None  # what it says; None if it does not answer
     before: Statistics | None  # what it said last, in the same epoch
-    socket: str = ""
+    socket: str  # its own, or that of the rank that passes questions on to it
+    name: str  # its socket, or its number in the job if it is elsewhere
 
     @property
     def last(self) -> Statistics | None:
@@ -176,16 +235,16 @@ class _Process:
 
     def change(self) -> RankChange:
         now, before, passed_s = self.now, self.before, self.passed_s
+        place = partial(RankChange, socket=self.socket, process=self.name, is_here=self.name == self.socket)
         if now is None:
-            return RankChange(None, socket=self.socket)
+            return place(None)
         calls = _calls(now) - (0 if before is None else _calls(before))
-        return RankChange(
-            now=now,
+        return place(
+            now,
             calls_per_s=calls / passed_s if passed_s else 0.0,
             sent_rate=sum(peer.send_rate for peer in now.peers),
             received_rate=sum(peer.receive_rate for peer in now.peers),
             waited_s=_less(_waited(now), {} if before is None else _waited(before)),
-            socket=self.socket,
         )
 
 
@@ -250,7 +309,7 @@ def _key(name: str, found: Sequence[Counted]) -> KeyChange:
 
 
 def _links(said: Sequence[Statistics]) -> list[LinkRate]:
-    """Every direction once: as its sender says, or, if that is on another host, its receiver."""
+    """Every direction once: as its sender says, or, if that does not answer, its receiver."""
     here = {now.rank for now in said}
     found = [
         LinkRate(source, target, peer.link, rate)

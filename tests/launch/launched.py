@@ -11,7 +11,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -82,16 +82,23 @@ class Launcher:
         os.close(self._reader)
 
 
+def listed(*line: str) -> list[str]:
+    """The command on this host."""
+    return list(line)
+
+
 @contextlib.contextmanager
-def launched(folder: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Iterator[Launcher]:
-    """`kfcomm run` with these arguments; its ranks find the pipe's name in ``HELD``."""
+def launched(
+    folder: Path, *arguments: str, env: Mapping[str, str] | None = None, inside: Callable[..., list[str]] = listed
+) -> Iterator[Launcher]:
+    """`kfcomm run` with these arguments, on the host of ``inside``; its ranks find the pipe's name in ``HELD``."""
     name = folder / "held"
     os.mkfifo(name)
     reader = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
     bridge = os.open(name, os.O_WRONLY)
     os.set_blocking(reader, True)
     process = subprocess.Popen(
-        command("run", *arguments),
+        inside(*command("run", *arguments)),
         env={**(env or environ()), "HELD": str(name)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -19,7 +19,8 @@ import pytest
 import kfcomm
 from kfcomm.common import sockets
 from kfcomm.common.sockets import Credentials
-from kfcomm.monitor.live import Job, job_name, jobs, read
+from kfcomm.monitor.live import Job, Question, job_name, jobs, read
+from kfcomm.monitor.relaying import Relayed, relayed
 from kfcomm.monitor.serving import MAX_AT_ONCE, Attendant
 from tests.launch.launched import environ
 
@@ -131,6 +132,32 @@ def test_malformed_answer_is_left_out() -> None:
                 with listener.accept()[0] as sock:
                     sock.sendall(said)
                 assert answer.result() == []
+
+
+def test_malformed_relayed_answer_is_left_out() -> None:
+    with kfcomm.sync.init():
+        job = mine()
+        assert job is not None
+        assert relayed(job.sockets[0][1], [0, 1], Question.FIGURES) == {}  # a world of one
+    assert relayed(job.sockets[0][1], [1], Question.FIGURES) == {}  # has ended
+    with socket.socket(socket.AF_UNIX) as listener:
+        name = f"kfcomm-test-{os.getpid()}"
+        listener.bind("\0" + name)
+        listener.listen()
+        head = b'{"rank":1,"epoch":0,"process":1,"gone":false,"nbytes":%d}\n'
+        for said, found in (
+            (b'{"time_s": 1}\n', {}),  # of an older version, to a question that it does not know
+            (b"[1", {}),
+            (head % 4 + b"null", {}),  # monitoring is off there
+            (head % 0, {1: Relayed(0, 1, False, None)}),
+            (head % 2 + b"{}", {1: Relayed(0, 1, False, {})}),
+        ):
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(relayed, name, [1], Question.USAGE)
+                with listener.accept()[0] as sock:
+                    assert sock.recv(100) == b">u\x01\0\0\0"
+                    sock.sendall(said)
+                assert answer.result() == found
 
 
 def test_killed_process_leaves_no_socket() -> None:

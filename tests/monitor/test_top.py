@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.monitor.live import Job
+from kfcomm.monitor.relaying import Relayed
 from kfcomm.monitor.screen import Style, clipped, shares, size, span, view
 from kfcomm.monitor.statistics import KeyStatistics, PeerStatistics, Statistics
 from kfcomm.monitor.top import JobWatcher, LinkRate
@@ -322,3 +323,65 @@ def test_texts_are_clipped_to_one_line():
     assert clipped("abcd", 3) == "ab…"
     assert clipped("a\x1b[31m\n", 10) == "a�[31m�"
     assert clipped("ab", 0) == ""
+
+
+class Hosts(Ranks):
+    """A job with ranks of another host, which the ranks here pass questions on to."""
+
+    def __init__(self, monkeypatch, *answers):
+        super().__init__(*answers)
+        self.elsewhere = {}
+        self.asked = []
+        monkeypatch.setattr("kfcomm.monitor.top.relayed", self._relayed)
+
+    def _relayed(self, name, ranks, question):
+        self.asked.append((name, list(ranks)))
+        return {rank: self.elsewhere[rank] for rank in ranks if rank in self.elsewhere}
+
+
+def told(process, answer, *, epoch=0, is_gone=False):
+    return Relayed(epoch, process, is_gone, None if answer is None else answer.as_json())
+
+
+def test_ranks_of_other_hosts_are_asked_by_way_of_those_here_and_shown(monkeypatch):
+    job = Hosts(monkeypatch, *(says(rank, 1.0, size=5) for rank in range(2)))
+    assert len(job.look().ranks) == 2  # of a version that passes nothing on, say
+    assert job.asked == [("s0", [2, 4]), ("s1", [3])]
+    job.elsewhere = {rank: told(rank, says(rank, 1.0, size=5, keys=calls(10))) for rank in (2, 3)}
+    change = job.look()
+    assert list(change.ranks) == [0, 1, 2, 3]
+    assert [one.is_here for one in change.ranks.values()] == [True, True, False, False]
+    job.elsewhere = {
+        2: told(2, says(2, 2.0, size=5, keys=calls(30), peers=[peer(4, 1.0, 5.0, 3.0)])), 3: told(3, None),
+        4: told(4, None, is_gone=True),
+    }  # fmt: skip
+    change = job.look()
+    assert (change.ranks[2].calls_per_s, change.waited_for[4], change.gone) == (20.0, 1.0, [4])
+    assert change.ranks[3].now is None
+    assert LinkRate(2, 4, "shm", 5.0) in change.links
+    job.elsewhere = {}
+    assert [rank for rank, one in job.look().ranks.items() if one.now is None] == [2, 3]  # not asked, but still there
+
+
+def test_rank_of_another_host_is_followed_by_its_process(monkeypatch):
+    job = Hosts(monkeypatch, says(0, 1.0, size=3))
+    job.elsewhere = {1: told(1, None, is_gone=True), 2: told(2, says(2, 1.0, size=3))}
+    change = job.look()
+    assert (sorted(change.ranks), change.gone) == ([0, 2], [1])
+    process = change.ranks[2].process
+    job.elsewhere = {1: told(2, says(1, 2.0, size=2))}  # from the epoch before
+    change = job.look(says(0, 2.0, size=2, epoch=1))
+    assert (sorted(change.ranks), change.gone) == ([0], [])
+    job.elsewhere = {1: told(2, says(1, 2.0, size=2, epoch=1), epoch=1)}
+    change = job.look()
+    assert (sorted(change.ranks), change.gone) == ([0, 1], [])
+    assert change.ranks[1].process == process
+
+
+def test_without_ranks_here_that_answer_those_elsewhere_do_not_either(monkeypatch):
+    job = Hosts(monkeypatch, says(0, 1.0))
+    job.elsewhere = {1: told(1, says(1, 1.0))}
+    job.look()
+    job.silent.add(0)
+    assert [one.now for one in job.look().ranks.values()] == [None, None]
+    assert job.look(without=[0]).has_ended

@@ -41,7 +41,7 @@ def dashboard(job: str | None, named: str | None, host: str, port: int | None, i
     """Show a running job on a live page in a browser: graph, waits, rates, names, training, events.
 
     JOB is its name, or how that begins; needed if several run, unless one of them alone runs in this directory. Shown
-    are its ranks on this host. The page only reads, and stays until Ctrl-C; the job runs on.
+    are its ranks on all hosts. The page only reads, and stays until Ctrl-C; the job runs on.
 
     \b
       kfcomm dashboard

@@ -44,8 +44,8 @@ def top(job: str | None, named: str | None, once: bool, interval: float) -> None
     """Show what a running job is doing: rates, who is waited for, the busiest names.
 
     JOB is its name or a prefix of it. It is needed if several jobs run, unless exactly one runs in this directory. The
-    view has the job's ranks on this host, and their links to others. Leave with q. If the output is not a terminal,
-    the views are printed one after another.
+    view has the job's ranks on all hosts. Leave with q. If the output is not a terminal, the views are printed one
+    after another.
 
     \b
       kfcomm top

@@ -178,6 +178,8 @@ Answer = Callable[[int, list[bool], str], None]
 """``answer(rank, posted, activity)``: ``posted[i]`` is about the i-th op of the question."""
 ToldClock = Callable[[ClockSample | None], None]
 """Told how a peer's clock relates to this process's; None if that could not be found out."""
+ToldAnswer = Callable[[bytes | None], None]
+"""Told a rank's answer to an observer: empty if none came, None if the rank is gone."""
 
 
 class ControlEvents(Protocol):
@@ -215,6 +217,9 @@ class StatusSource(Protocol):
     def activity(self) -> str:
         """Latest activity of this rank, and when, in words: ``posted 'grad/7' 1.2 s ago``."""
 
+    def answer_observer(self, question: bytes) -> bytes:
+        """Answer of this rank to an observer on another host; called on a thread of its own."""
+
 
 class ControlPlane(Protocol):
     """The control plane of one rank. All methods may be called from any thread; none but `leave` waits for peers."""
@@ -245,6 +250,12 @@ class ControlPlane(Protocol):
         """Find out how the clock of ``rank`` relates to this one's; ``told`` is called once, on the engine's loop.
 
         It may never be called once this rank's plane is stopped.
+        """
+
+    def observe(self, rank: int, question: bytes, told: ToldAnswer) -> None:
+        """Ask ``rank`` for an observer (``answer_observer`` there); ``told`` is called once, on any thread.
+
+        Within some seconds, or never once this rank's plane is stopped.
         """
 
     async def leave(self, timeout_s: float) -> None:

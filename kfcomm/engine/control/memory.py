@@ -25,6 +25,7 @@ from kfcomm.engine.control import (
     ControlEvents,
     ControlPlane,
     StatusSource,
+    ToldAnswer,
     ToldClock,
     sample_of,
 )
@@ -160,6 +161,13 @@ class MemoryControl(ControlPlane):
                 asked_ns, heard_ns = self.clock(), peer.clock()
                 sample = sample_of(asked_ns, heard_ns, peer.clock(), self.clock())
             self._post(told, sample)
+
+    @override
+    def observe(self, rank: int, question: bytes, told: ToldAnswer) -> None:
+        with self._hub.lock:
+            peer, is_gone = self._hub.planes.get(rank), rank in self._hub.left | self._hub.lost
+        answer = peer._status.answer_observer(question) if peer is not None else b""
+        told(None if is_gone else answer)
 
     @override
     async def leave(self, timeout_s: float) -> None:

@@ -17,7 +17,7 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kfcomm.core.auth import MAX_UNAUTHENTICATED, Unauthenticated
 from kfcomm.core.gossip import CollectiveId
@@ -30,6 +30,7 @@ from kfcomm.engine.control import (
     ControlEvents,
     ControlPlane,
     StatusSource,
+    ToldAnswer,
     ToldClock,
     Upcalls,
     World,
@@ -43,6 +44,9 @@ from kfcomm.transports.handshake import answer as greet
 from kfcomm.transports.reactor import Reactor
 from kfcomm.transports.sockets import Connection, Listener
 from kfcomm.types import override
+
+if TYPE_CHECKING:
+    from kfcomm.engine.control.observing import Observing
 
 HANDSHAKES_PER_RANK = 8
 """All ranks may come at once, each for several links."""
@@ -81,6 +85,7 @@ class ControlThread(ControlPlane):
         self._stopped = False
         self._goodbye_s = GOODBYE_S
         self._node: ControlNode | None = None
+        self._observing: Observing | None = None
 
     def start(self) -> None:
         """Start the thread and return once it takes calls; links to the neighbours come up by and by."""
@@ -119,6 +124,8 @@ class ControlThread(ControlPlane):
         found = {sock.fileno() for sock in self._listener.sockets}
         if self._node is not None:
             found.update(self._node.links.descriptors())
+        if self._observing is not None:
+            found.update(self._observing.descriptors())
         if not self._loop.is_closed():
             found.update(key.fd for key in self._selector.get_map().values())
             found.add(self._selector.fileno())
@@ -150,6 +157,10 @@ class ControlThread(ControlPlane):
     @override
     def compare_clocks(self, rank: int, told: ToldClock) -> None:
         self._call(lambda _: self._clocks.ask(rank, told))
+
+    @override
+    def observe(self, rank: int, question: bytes, told: ToldAnswer) -> None:
+        self._call(lambda node: told(None) if node.is_gone(rank) else self._observers().ask(rank, question, told))
 
     @override
     def linger(self) -> None:
@@ -214,7 +225,16 @@ class ControlThread(ControlPlane):
         finally:
             if self._node is not None:
                 self._node.links.abort()
+            if self._observing is not None:
+                self._observing.abort()
             self._listener.close()
+
+    def _observers(self) -> Observing:
+        if self._observing is None:
+            from kfcomm.engine.control.observing import Observing  # a job that is not observed does without it
+
+            self._observing = Observing(self._world, self._status)
+        return self._observing
 
     def _show_life(self) -> None:
         if self._world.show_life is not None:
@@ -234,6 +254,8 @@ class ControlThread(ControlPlane):
                 node.links.add(hello.rank, connection)
             elif hello.purpose == Purpose.CLOCK:
                 self._clocks.answer(connection)
+            elif hello.purpose == Purpose.OBSERVER:
+                self._observers().answer(connection)
             else:
                 self._upcalls.adopt(connection, hello.rank, hello.purpose)
 

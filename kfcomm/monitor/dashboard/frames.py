@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from kfcomm.monitor.doctor import Diagnosis, Wait
 from kfcomm.monitor.findings import findings
 from kfcomm.monitor.statistics import RecentEvent
 from kfcomm.monitor.top import JobChange, RankChange
+from kfcomm.monitor.usage import Usage
 
 MAX_LINKS = 600
 """The fastest; a clique of 64 ranks has 4,032."""
@@ -20,14 +21,6 @@ SAME_EVENT_S = 30.0
 """Ranks that report the same event within this time report one."""
 
 Frame = dict[str, Any]
-
-
-class Usage(NamedTuple):
-    """Resources of a process, as its system counts them; None where that is not known."""
-
-    pid: int
-    resident_nbytes: int | None
-    num_descriptors: int | None
 
 
 def figures(change: JobChange, usage: Mapping[int, Usage], time_s: float) -> Frame:

@@ -10,29 +10,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from kfcomm.common.sizes import ranks_in_words
 from kfcomm.monitor import live
 from kfcomm.monitor.dashboard import frames
-from kfcomm.monitor.dashboard.frames import Frame, Usage
+from kfcomm.monitor.dashboard.frames import Frame
 from kfcomm.monitor.doctor import checked_record, diagnose
 from kfcomm.monitor.dumps import Record
-from kfcomm.monitor.live import Question
+from kfcomm.monitor.live import Job, Question
 from kfcomm.monitor.statistics import RecentEvent
-from kfcomm.monitor.top import MAX_AT_ONCE, JobChange, JobWatcher
+from kfcomm.monitor.top import MAX_AT_ONCE, JobChange, JobWatcher, ask_elsewhere
+from kfcomm.monitor.usage import Usage, usage_of
 
 IDLE_S = 1.0
 """Between two looks without readers, and between two looks at names or dumps."""
 NAME_COST_S = 0.002
 """Pause for each name, which costs a rank some 18 µs: about 1 % of a core."""
+NAME_OF_RANK_COST_S = 0.0002
+"""The same for the server, for each name of each rank."""
+RANK_COST_S = 0.0125
+"""Pause between two looks for each rank, which costs the server some 0.6 ms."""
 WAITS_AFTER_S = 1.0
 """A call that has waited for so long is explained."""
 PAST_S = 30.0
@@ -161,7 +164,7 @@ class JobObserver:
     # ---------------------------------------------------------------- figures
 
     async def _look_at_figures(self) -> None:
-        watcher = JobWatcher(self.job, read=partial(live.read, question=Question.FIGURES), pool=self._asking)
+        watcher = JobWatcher(self.job, Question.FIGURES, pool=self._asking)
         while not self.has_ended.is_set():
             began_s = time.monotonic()
             change: JobChange = await self._in_thread(watcher.look)
@@ -170,7 +173,7 @@ class JobObserver:
                 continue
             self._begins = False
             if began_s - self._usage_s >= IDLE_S:
-                self._usage, self._usage_s = _usage(change), began_s
+                self._usage, self._usage_s = await self._in_thread(_usage, change, self._asking), began_s
             self._compare(change)
             self._change = change
             frame = self._frame = frames.figures(change, self._usage, time.time())
@@ -181,7 +184,8 @@ class JobObserver:
                 self.has_ended.set()
             else:
                 await self._ask_for_graphs(change)
-                pause_s = self._interval_s if self.feed.num_readers else max(self._interval_s, IDLE_S)
+                unread_s = 0.0 if self.feed.num_readers else IDLE_S
+                pause_s = max(self._interval_s, RANK_COST_S * len(change.ranks), unread_s)
                 self.feed.has_new_reader.clear()
                 await _until(self.feed.has_new_reader, began_s + pause_s - time.monotonic())
 
@@ -201,7 +205,7 @@ class JobObserver:
         self._publish_events()
 
     def _add_events(self, change: JobChange) -> None:
-        told = [(rank, one.socket, one.now.events) for rank, one in change.ranks.items() if one.now is not None]
+        told = [(rank, one.process, one.now.events) for rank, one in change.ranks.items() if one.now is not None]
         if sum(self._log.add(*one) for one in told):  # of all of them
             self._publish_events()
 
@@ -210,7 +214,7 @@ class JobObserver:
 
     async def _ask_for_graphs(self, change: JobChange) -> None:
         """Ask a rank for the graphs, if they may have changed."""
-        answering = [one for one in change.ranks.values() if one.now is not None]
+        answering = [one for one in change.ranks.values() if one.now is not None and one.is_here]
         key = tuple((one.now.epoch, one.now.strategy) for one in answering[:1] if one.now is not None)
         if answering and key != self._known:
             graphs = await self._in_thread(live.answer_of, answering[0].socket, Question.GRAPHS)
@@ -231,7 +235,8 @@ class JobObserver:
                 self._add_events(change)
                 if change.answers:
                     self.feed.publish("names", frames.names(change))
-                pause_s += NAME_COST_S * max((len(one.keys) for one in change.answers), default=0)
+                counts = [len(one.keys) for one in change.answers]
+                pause_s += max(NAME_COST_S * max(counts, default=0), NAME_OF_RANK_COST_S * sum(counts))
             await self._sleep(pause_s)
 
     async def _look_at_waits(self) -> None:
@@ -262,24 +267,27 @@ async def _until(event: asyncio.Event, seconds: float) -> None:
 
 def _dumps(change: JobChange, pool: Executor) -> list[Record]:
     """Dumps of the ranks that answer, of one epoch."""
-    sockets = [one.socket for one in change.ranks.values() if one.now is not None]
+    sockets = [one.socket for one in change.ranks.values() if one.now is not None and one.is_here]
+    here = pool.map(partial(live.answer_of, question=Question.DUMP), sockets)
     records = []
-    for answer in pool.map(partial(live.answer_of, question=Question.DUMP), sockets):
+    for answer in (*here, *_elsewhere(change, Question.DUMP, pool).values()):
         with contextlib.suppress(KeyError, ValueError):  # of another version
             records.append(checked_record(answer))
     sizes = Counter(record["size"] for record in records)
     return [record for record in records if record["size"] == sizes.most_common(1)[0][0]]
 
 
-def _usage(change: JobChange) -> dict[int, Usage]:
-    return {rank: usage_of(one.socket) for rank, one in change.ranks.items()}
+def _elsewhere(change: JobChange, question: Question, pool: Executor) -> dict[int, Any]:
+    """Decoded answers of the ranks of other hosts that answer."""
+    places = {rank: one.socket for rank, one in change.ranks.items() if one.now is not None and not one.is_here}
+    return {rank: one.answer for rank, one in ask_elsewhere(places, question, pool).items()}
 
 
-def usage_of(socket: str) -> Usage:
-    """Resources of the process that listens at one of a job's sockets."""
-    pid = socket.rpartition("/")[2].partition(".")[0]
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        return Usage(int(pid), pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(f"/proc/{pid}/fd")))
-    except (OSError, ValueError, IndexError):  # it has just ended
-        return Usage(int(pid) if pid.isdigit() else 0, None, None)
+def _usage(change: JobChange, pool: Executor) -> dict[int, Usage]:
+    """Resources of the processes: by /proc of this host, or as those of other hosts tell them."""
+    here = Job(change.job, tuple((rank, one.socket) for rank, one in change.ranks.items() if one.is_here))
+    found = dict(zip(here.ranks, map(usage_of, here.pids), strict=True))
+    for rank, answer in _elsewhere(change, Question.USAGE, pool).items():
+        with contextlib.suppress(TypeError):  # of another version
+            found[rank] = Usage(**answer)
+    return found

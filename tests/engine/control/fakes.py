@@ -68,6 +68,7 @@ class Engine:
     left: list[int] = field(default_factory=list)
     answers: list[tuple[int, list[bool], str]] = field(default_factory=list)
     adopted: list[tuple[Connection, int]] = field(default_factory=list)
+    say: Callable[[bytes], bytes] = bytes  # to an observer elsewhere
 
     def adopt(self, connection: Connection, rank: int, purpose: Purpose) -> None:
         self.adopted.append((connection, rank))
@@ -104,6 +105,9 @@ class Engine:
 
     def activity(self) -> str:
         return f"rank {self.rank} is thinking"
+
+    def answer_observer(self, question: bytes) -> bytes:
+        return b"%d says %b" % (self.rank, self.say(question))
 
 
 class Records(logging.Handler):

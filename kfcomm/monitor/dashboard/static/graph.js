@@ -155,7 +155,7 @@ export function drawGraph(figures, waits) {
     text.setAttribute("x", x); text.setAttribute("y", y);
     text.setAttribute("class", gone ? "cross" : "");
     text.textContent = gone ? "✕" : rank;
-    title.textContent = `rank ${rank}${gone ? ": gone" : !one ? ": on another host" : !one.answers ? ": no answer" : rank === slow ? ": waited for most" : ""}`;
+    title.textContent = `rank ${rank}${gone ? ": gone" : !one ? ": cannot be asked" : !one.answers ? ": no answer" : rank === slow ? ": waited for most" : ""}`;
   });
 }
 

@@ -118,7 +118,7 @@ function drawTiles() {
   const slow = slowest(figures), elsewhere = figures.size - figures.ranks.length - figures.gone.length;
   const calls = names && !names.is_first ? rate(Math.max(0, ...Object.values(names.calls))) : "–";
   const tiles = [
-    [`${figures.ranks.length} of ${figures.size}`, elsewhere > 0 ? `ranks here, ${elsewhere} on other hosts` : "ranks here"],
+    [`${figures.ranks.length} of ${figures.size}`, elsewhere > 0 ? `ranks, ${elsewhere} cannot be asked` : "ranks"],
     [figures.strategy || "?", figures.epoch ? `strategy, epoch ${figures.epoch}` : "strategy"],
     [calls, "collectives/s"],
     [size(sum("sent")), "sent/s"],
