@@ -48,16 +48,18 @@ class Collectives:
             # The result stays in shared memory until the work is waited for, so it may need no other step.
             is_shared = opts.asyncOp and tensor.is_cpu and finish is None and is_bucket(tensor)
             buffers = self._buffers if is_shared else None
-            buffer = None if buffers is None else buffers.filled(source)
+            own = None if buffers is None or factor is not None else buffers.own(tensor)
+            buffer = buffers.filled(source) if buffers is not None and own is None else own
         if buffers is None:
             return self._run("all_reduce", source, opts, tensors, finish, op=op, out=x)
-        # A reducer's bucket, which was copied to shared memory; see ``reducer``.
+        # A reducer's bucket, in shared memory; see ``ddp``.
         options: dict[str, Any] = {"op": op, "shared": True}
         name, call = self._named("all_reduce", buffer, opts, options)
         handle = self._comm.all_reduce_async(buffer, name, **options)
         if call is not None:
             call.handle = weakref.ref(handle)
-        buffers.lend(buffer, handle)
+        if own is None:
+            buffers.lend(buffer, handle)
         return BucketWork(handle, Ending(tensors, None, self._completers))
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any) -> Any:

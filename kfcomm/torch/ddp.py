@@ -35,12 +35,15 @@ from kfcomm.torch.c10d import Ending, TorchWork, as_torch
 from kfcomm.torch.compiling import uncompiled_methods
 from kfcomm.torch.compression import FACTORS, Compression, Compressor, GradientAverage
 from kfcomm.torch.failures import keep
-from kfcomm.torch.tensors import place
+from kfcomm.torch.tensors import place, read
+from kfcomm.transports.shm.heap import NOWHERE
 
 SHARED_FROM_NBYTES = 1 << 20
 """Smaller buckets gain nothing."""
 MAX_KINDS = 256
 """Kinds of buckets, by dtype and size, for which memory is kept."""
+SWAP = "_swap_data_ptr_"
+"""Method of storages by which a bucket's memory is exchanged, with all views of it; torch has it from 2.12 on."""
 REDUCERS = frozenset({graph.__file__, distributed.__file__})
 """Files of the innermost Python frame when the reducer calls."""
 
@@ -52,14 +55,30 @@ def is_bucket(tensor: Any) -> bool:
 
 
 class SharedBuffers:
-    """Memory that peers can read, for contributions of this rank; reused from step to step."""
+    """Memory that peers can read, for contributions of this rank."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._vacant: dict[tuple[str, int], list[Any]] = {}
 
+    def own(self, tensor: Any) -> Any:
+        """The bucket itself, flat, after its memory was moved to where peers can read it; None if it cannot be moved."""
+        heaps, storage = self._comm._session.network.heaps(), tensor.untyped_storage()
+        x = read(tensor)
+        if heaps is None or heaps.place_of(x) != NOWHERE:
+            return None if heaps is None else x
+        block = heaps.empty(x.nbytes) if x.nbytes == storage.nbytes() and hasattr(storage, SWAP) else None
+        if block is None:
+            return None
+        np.copyto(block, x.view(np.uint8))
+        former = torch.from_numpy(block).untyped_storage()
+        getattr(storage, SWAP)(former)
+        # A program may have an array of the former memory, which must not be freed before it.
+        storage.former = former
+        return read(tensor)
+
     def filled(self, x: Any) -> Any:
-        """A copy of a flat array in such memory."""
+        """A copy of a flat array in such memory, which is reused from step to step."""
         try:
             buffer = self._vacant[x.dtype.name, x.size].pop()
         except (KeyError, IndexError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kfcomm
 from kfcomm.torch import communicator
+from kfcomm.torch import ddp as ddp_of_kfcomm
 from kfcomm.torch.bases import IS_GROUP
+from kfcomm.torch.ddp import SWAP
 from tests.torch.fleet import Fleet
 
 STEPS = 20
@@ -139,6 +142,56 @@ def test_buckets_in_shared_memory(fleet: Fleet) -> None:
     """The same bits on all ranks."""
     first, *others = fleet.run(shared)
     assert all(one == first for one in others)
+
+
+def kept_arrays() -> None:
+    """Arrays of gradients that a program has kept stay readable when the memory of their bucket is moved."""
+    arrays: list[Any] = []
+    model = wide(gradient_as_bucket_view=True)
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(lambda parameter: arrays.append(parameter.grad.numpy()))
+    trained(model, sgd(model), mine)
+    gradients = [one.grad for one in model.parameters()]
+    expected = [one.clone() for one in gradients]
+    del model
+    gc.collect()
+    assert sum(float(one.sum()) for one in arrays) < float("inf")
+    dist.barrier()
+    assert all(map(torch.equal, gradients, expected))
+
+
+def test_arrays_of_gradients_outlive_their_bucket(fleet: Fleet) -> None:
+    fleet.run(kept_arrays)
+
+
+def freed() -> tuple[int, int]:
+    comm = communicator()
+    before = comm.statistics().symmetric_nbytes
+    model = wide()
+    trained(model, sgd(model), mine)
+    most = comm.statistics().symmetric_nbytes - before
+    del model
+    gc.collect()
+    dist.barrier()  # results are in memory of one rank, until no rank has them any more
+    return most, comm.statistics().symmetric_nbytes - before
+
+
+@pytest.mark.skipif(not hasattr(torch.UntypedStorage, SWAP), reason="this torch cannot move the memory of a bucket")
+def test_moved_buckets_are_freed_with_their_model(fleet: Fleet) -> None:
+    for most, left in fleet.run(freed):
+        assert left < most / 2
+
+
+def copied() -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp_of_kfcomm, "SWAP", "missing")
+        model = wide()
+        return [float(one.double().sum()) for one in trained(model, sgd(model), mine)]
+
+
+def test_buckets_are_copied_where_torch_cannot_move_them(fleet: Fleet) -> None:
+    """The same bits as with moved ones."""
+    assert fleet.run(copied) == fleet.run(shared)
 
 
 def uneven() -> None:
