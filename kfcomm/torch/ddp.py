@@ -1,7 +1,7 @@
 """``DistributedDataParallel`` over backend kfcomm: its buckets in shared memory, and a hook that compresses gradients.
 
 *Buckets.* DDP's reducer, in C++, copies the value of a work's future to the gradients, and does not look again at the
-tensor that it gave. So the result need not be copied to that tensor. With the contribution and the result in memory
+tensor that it gave. So the result need not be copied to that tensor. With the bucket itself and the result in memory
 that all ranks of the host can read, a call moves 1.25 times the bytes through memory, instead of 5 times. See "Arrays
 that need no copy". Other callers of ``all_reduce`` get the result in their tensor. The innermost Python frame
 distinguishes the two, in the same way on all ranks: the reducer calls from C++ in a backward pass, or from
@@ -43,7 +43,7 @@ SHARED_FROM_NBYTES = 1 << 20
 MAX_KINDS = 256
 """Kinds of buckets, by dtype and size, for which memory is kept."""
 SWAP = "_swap_data_ptr_"
-"""Method of storages by which a bucket's memory is exchanged, with all views of it; torch has it from 2.12 on."""
+"""Method of storages by which a bucket's memory is exchanged, with all views of it; 2.7 has none, 2.13 has it."""
 REDUCERS = frozenset({graph.__file__, distributed.__file__})
 """Files of the innermost Python frame when the reducer calls."""
 
