@@ -1,8 +1,8 @@
 """Collectives of pytrees, eager or as a part of what JAX compiles, with gradients.
 
-Outside of transformations the arrays are read where they are (DLPack), and results are new arrays. Inside, a collective
-is one callback for a whole tree, whose arrays travel all at once: on a CPU a ``buffer_callback``, which reads and writes
-the memory of what is compiled, elsewhere an ``io_callback``, which copies.
+Outside of transformations the arrays are read where they are (DLPack), and results are new arrays. Inside, a call is
+one callback for a whole tree, whose arrays travel all at once: on a CPU a ``buffer_callback``, which reads and
+writes the memory of what is compiled, elsewhere an ``io_callback``, which copies.
 
 Callbacks are *ordered*: one at a time, in the order of the program, which is the same on every rank that traces the
 same function. Arrays that are to travel together go into one tree.
@@ -140,7 +140,8 @@ def _called_in_place(call: Call, results: list[Any], leaves: list[Any]) -> list[
     # JAX has no order for these: ordered callbacks of a number before and after it give one.
     number = jax.ShapeDtypeStruct((), np.int32)
     begun = io_callback(lambda: np.int32(0), number, ordered=True)
-    done, *found = buffer_callback(callback, [number, *results], has_side_effect=True)(begun, leaves)
+    made: list[Any] = buffer_callback(callback, [number, *results], has_side_effect=True)(begun, leaves)
+    done, *found = made
     io_callback(lambda _: None, None, done, ordered=True)
     return found
 

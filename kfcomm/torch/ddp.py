@@ -62,7 +62,7 @@ class SharedBuffers:
         self._vacant: dict[tuple[str, int], list[Any]] = {}
 
     def own(self, tensor: Any) -> Any:
-        """The bucket itself, flat, after its memory was moved to where peers can read it; None if it cannot be moved."""
+        """The bucket itself, flat, moved to where peers can read it; None if it cannot be moved."""
         heaps, storage = self._comm._session.network.heaps(), tensor.untyped_storage()
         x = read(tensor)
         if heaps is None or heaps.place_of(x) != NOWHERE:

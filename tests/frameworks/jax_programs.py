@@ -123,7 +123,8 @@ def checkpointed(comm: Any, wrap: Callable[[Any], Any]) -> None:
 
 def errors(comm: Any, wrap: Callable[[Any], Any]) -> None:
     """A failure in compiled code raises an error of JAX, with the text of ours."""
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"CollectiveMismatch: 'tree/0' \(many\) differs between ranks"):
+    said = r"CollectiveMismatch: 'tree/0' \(many\) differs between ranks"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=said):
         jax.block_until_ready(wrap(lambda x: kfcomm.jax.all_reduce(x, comm))(jnp.ones(2 + comm.rank)))
 
 
