@@ -115,6 +115,34 @@ def test_a_workload_is_a_step(tmp_path: Path) -> None:
     assert run("--strategy", "ring,star", "--hosts", "4x1", "--workload", text).stdout == done.stdout
 
 
+def test_the_page_of_a_workload_shows_each_step_over_time(tmp_path: Path) -> None:
+    page, out = tmp_path / "x.html", tmp_path / "x.json"
+    text = "compute 5ms, 4MiB as first, compute 1ms, wait, compute 2ms, 1MiB"
+    done = run(
+        "--strategy", "star,ring", "--hosts", "2x1,4x1", "--workload", text, "--html", str(page), "--json", str(out)
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    shown, results = page.read_text("utf-8"), json.loads(out.read_text())["results"]
+    assert shown.count("<svg") == 1 + 2 * 2  # all steps as bars, then each over time
+    step_s = f"{1e3 * min(one['seconds'] for one in results if one['ranks'] == 4):.1f}"
+    assert f"A step takes {step_s} ms on 4 ranks with ring, " in shown
+    assert "8.00 ms of compute, and " in shown
+    assert f"workload: {text}" in shown
+    assert "first, 4 MiB" in shown
+    assert "call 2, 1 MiB" in shown
+    for one in results:
+        *first, last = one["compute_spans_s"]
+        waited_s = one["calls"][0]["done_s"]  # on the last rank
+        assert np.allclose(first, [(0, 0.005), (0.005, 0.006)])
+        assert 0.006 < last[0] <= waited_s
+        assert last[1] == pytest.approx(waited_s + 0.002)
+
+
+def test_a_workload_that_is_longer_than_a_path_can_be() -> None:
+    done = run("--strategy", "ring", "--hosts", "2x1", "--workload", ", ".join(["compute 1us, 1KiB"] * 400))
+    assert done.exit_code == 0, done.output
+
+
 def test_ranks_that_are_alike_are_told() -> None:
     done = run("--strategy", "ring,clique", "--hosts", "1000x1", "--sizes", "1MiB")
     first, second = done.stderr.splitlines()

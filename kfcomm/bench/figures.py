@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, NullLocator
 
+from kfcomm.bench.steps import label
 from kfcomm.bench.suite import BenchResult
 from kfcomm.bench.topologies import worlds_of
 from kfcomm.common.drawing import (
@@ -30,8 +31,13 @@ from kfcomm.common.drawing import (
 )
 from kfcomm.common.sizes import show_rate, show_seconds, show_size
 from kfcomm.simulate import Result as Simulated
+from kfcomm.simulate import StepResult
 
 _BAND = 0.15
+_COMPUTE, _OVERLAPPED, _EXPOSED = COLORS[2], COLORS[0], COLORS[1]
+_MOST_ROWS_INCHES = 6.0
+_MOST_LABELS = 24
+_Spans: TypeAlias = list[tuple[float, float]]
 
 
 def drawn_results(results: Sequence[BenchResult]) -> Iterator[Drawing]:
@@ -72,6 +78,76 @@ def drawn_simulations(results: Sequence[Simulated]) -> Iterator[Drawing]:
     if len(sizes) == len(worlds) == 1:
         label = "time in ms; the mark in a bar is the bound of the busiest port"
         yield Drawing("Time", _bars([_Bar.simulated(result) for result in results], label, "simulated"), results)
+
+
+def drawn_steps(results: Sequence[tuple[str, StepResult]]) -> Drawing:
+    """A bar for each step: its compute, and its exposed communication."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(7.5, 1.4 + 0.42 * len(results)), layout="constrained")
+        axes = figure.subplots()
+        longest_s = max(step.seconds for _, step in results)
+        for row, (_, step) in enumerate(results):
+            _span(axes, row, [(0.0, step.compute_s)], _COMPUTE)
+            _span(axes, row, [(step.compute_s, step.seconds)], _EXPOSED)
+            axes.plot([step.bound_s] * 2, [row - 0.31, row + 0.31], color=INK, linewidth=1.2)
+            axes.text(step.seconds + longest_s * 0.01, row, show_seconds(step.seconds), va="center", fontsize=9)
+        several = len({(step.size, step.num_hosts) for _, step in results}) > 1
+        labels = [label(*result) if several else result[0] for result in results]
+        axes.set_xlim(0, longest_s * 1.15)
+        _rows(axes, labels)
+        bound = Line2D([], [], color=INK, marker="|", linestyle="", markersize=9, label="bound")
+        _draw_legend(figure, [_key("compute", _COMPUTE), _key("exposed communication", _EXPOSED), bound])
+        return Drawing("Steps", as_svg(figure, "steps"), results)
+
+
+def drawn_step(strategy: str, step: StepResult) -> Drawing:
+    """Compute and calls over time, a row for each call."""
+    with mpl.rc_context(STYLE):
+        rows = 1 + len(step.calls)
+        figure = Figure(figsize=(7.5, 1.4 + min(0.3 * rows, _MOST_ROWS_INCHES)), layout="constrained")
+        axes = figure.subplots()
+        _span(axes, 0, step.compute_spans_s, _COMPUTE)
+        for row, call in enumerate(step.calls, 1):
+            beside, alone = _split(call.posted_s, call.done_s, step.compute_spans_s)
+            _span(axes, row, beside, _OVERLAPPED)
+            _span(axes, row, alone, _EXPOSED)
+        numbered = list(enumerate(step.calls, 1))
+        calls = (f"{call.name or f'call {number}'}, {show_size(call.nbytes)}" for number, call in numbered)
+        axes.set_xlim(0, step.seconds * 1.02)
+        _rows(axes, ["compute", *calls])
+        keys = [("compute", _COMPUTE), ("call beside compute", _OVERLAPPED), ("call without compute", _EXPOSED)]
+        _draw_legend(figure, [_key(*one) for one in keys])
+        title = label(strategy, step)
+        return Drawing(title, as_svg(figure, f"step {title}"), numbered)
+
+
+def _split(begin_s: float, end_s: float, spans_s: Sequence[tuple[float, float]]) -> tuple[_Spans, _Spans]:
+    """The parts of a time inside of ascending spans, and those outside."""
+    inside, outside, at_s = [], [], begin_s
+    for low_s, high_s in spans_s:
+        low_s, high_s = max(low_s, at_s), min(high_s, end_s)
+        if low_s < high_s:
+            outside.append((at_s, low_s))
+            inside.append((low_s, high_s))
+            at_s = high_s
+    return inside, [*outside, (at_s, end_s)]
+
+
+def _span(axes: Any, row: int, spans_s: Sequence[tuple[float, float]], color: str) -> None:
+    axes.broken_barh([(begin, end - begin) for begin, end in spans_s if end > begin], (row - 0.31, 0.62), color=color)
+
+
+def _rows(axes: Any, labels: Sequence[str]) -> None:
+    """Rows from the top down over seconds; of many, not all have a label."""
+    every = math.ceil(len(labels) / _MOST_LABELS)
+    axes.set_yticks(range(0, len(labels), every), labels[::every])
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    axes.xaxis.set_major_formatter(EngFormatter(unit="s"))
+
+
+def _key(name: str, color: str) -> Line2D:
+    return Line2D([], [], color=color, marker="s", linestyle="", markersize=8, label=name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ from html import escape
 from statistics import median
 from typing import Any, Final
 
-from kfcomm.bench.figures import drawn_results, drawn_simulations, series_of
+from kfcomm.bench.figures import drawn_results, drawn_simulations, drawn_step, drawn_steps, series_of
 from kfcomm.bench.memory import route_in_words
 from kfcomm.bench.report import COLUMNS, Report, ReportColumn, ReportTable, with_units
+from kfcomm.bench.steps import CALL_COLUMNS, STEP_COLUMNS, SimulatedSteps
 from kfcomm.bench.suite import BenchResult
 from kfcomm.bench.topologies import (
     SIMULATED_COLUMNS,
@@ -31,18 +32,22 @@ from kfcomm.common.html import (
     quiet_html,
     table_html,
 )  # fmt: skip
-from kfcomm.common.sizes import TIME_UNITS, ranges, show_rate, show_seconds, show_size, three_digits, unit_of
+from kfcomm.common.sizes import TIME_UNITS, ranges, shortened, show_rate, show_seconds, show_size, three_digits, unit_of
 from kfcomm.simulate import Result as Simulated
-from kfcomm.simulate import SimulatedNetwork
+from kfcomm.simulate import SimulatedNetwork, StepResult
 
 _MEASURED = (
     "Times are those of the slowest rank; every result of every iteration was compared with the expected one. "
     "algbw is size / p50; busbw is algbw × a factor of the collective, as nccl-tests define them. 1 GB is 10⁹ bytes."
 )
-_SIMULATED = (
+_VIRTUAL = (
     "Time is virtual: from the moment at which all ranks begin until the last one has its result. bound is what the "
-    "busiest port needs at least for what goes through it. busbw is size / time × 2(n−1)/n. "
-    "1 GB is 10⁹ bytes."
+    "busiest port needs at least for what goes through it"
+)
+_SIMULATED = f"{_VIRTUAL}. busbw is size / time × 2(n−1)/n. 1 GB is 10⁹ bytes."
+_STEPS = (
+    f"{_VIRTUAL}, or the compute if that is longer. A step is its compute and the exposed communication; overlapped is "
+    "the rest of the time in which a call is under way."
 )
 _HEAT_MAP = (
     "A cell has the time of one all_reduce; its colour says how many times as long it is as the fastest at this size. "
@@ -72,6 +77,20 @@ def simulated(simulations: Simulations) -> str:
     headline = fastest_simulated(simulations.results, simulations.verb)
     settings = simulations.table().settings()
     return ReportPage("kfcomm simulate", headline, [simulations.title()], sections, settings, data).as_html()
+
+
+def simulated_steps(report: SimulatedSteps) -> str:
+    """The page of at least one step."""
+    over = drawn_steps(report.results)
+    sections = [
+        *_drawn([over], STEP_COLUMNS),
+        *_drawn((drawn_step(strategy, step) for strategy, step in report.results), CALL_COLUMNS),
+        _network(report.network, _STEPS),
+    ]
+    lead = [report.title(), f"workload: {shortened(report.workload, 300)}"]
+    settings = ReportTable.of(report.results, STEP_COLUMNS).settings()
+    headline = fastest_step(report.results)
+    return ReportPage("kfcomm simulate", headline, lead, sections, settings, report.as_json()).as_html()
 
 
 def measured_topologies(report: MeasuredTopologies) -> str:
@@ -123,6 +142,19 @@ def fastest_simulated(results: Sequence[Simulated], verb: str) -> str:
     )
 
 
+def fastest_step(results: Sequence[tuple[str, StepResult]]) -> str:
+    """Sentence on the fastest strategy, for the largest world."""
+    most = max((step.size, step.num_hosts) for _, step in results)
+    at = {strategy: step for strategy, step in results if (step.size, step.num_hosts) == most}
+    best, step = min(at.items(), key=lambda item: item[1].seconds)
+    lead = _lead({strategy: step.seconds for strategy, step in at.items()})
+    return (
+        f"A step takes {show_seconds(step.seconds)} on {step.size} ranks with {best}{lead}: "
+        f"{show_seconds(step.compute_s)} of compute, and {show_seconds(step.exposed_s)} of exposed communication "
+        f"({step.exposed_s / step.seconds:.0%})."
+    )
+
+
 def surroundings(data: dict[str, Any], note: str = "") -> list[Section]:
     """Machine, devices and settings of a report's JSON, and a note on the method."""
     suite = dict(data["suite"])
@@ -154,7 +186,7 @@ def _drawn(drawings: Iterable[Drawing], columns: Sequence[ReportColumn[Any]]) ->
         yield Section(drawing.title, drawing.svg, table_html(table.columns, table.rows))
 
 
-def _network(network: SimulatedNetwork) -> Section:
+def _network(network: SimulatedNetwork, note: str = _SIMULATED) -> Section:
     """Defaults of the hosts, and the exceptions by name."""
     host, local = network.default, network.local
     behind = f"{network.hosts_per_switch} hosts behind each" if network.hosts_per_switch else ""
@@ -165,7 +197,7 @@ def _network(network: SimulatedNetwork) -> Section:
         ("links of their own kind", ", ".join(" and ".join(one.between) for one in network.links)),
         ("switches", behind or len(network.switches)),
     ]  # fmt: skip
-    return Section("Network", fields_html(one for one in fields if one[1]) + quiet_html(_SIMULATED))
+    return Section("Network", fields_html(one for one in fields if one[1]) + quiet_html(note))
 
 
 def _advice(findings: Findings) -> Iterator[Section]:

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from kfcomm.bench.report import ReportColumn, ReportTable, show_number
-from kfcomm.common.sizes import show_size
-from kfcomm.errors import ConfigError
+from kfcomm.bench.report import ReportColumn, ReportTable, Row, show_number
+from kfcomm.common.sizes import show_seconds, show_size
 from kfcomm.simulate import CallResult, SimulatedNetwork, StepResult
 
 _FORMAT: Final = 1
 
 
-def _ms(seconds: float) -> str:
-    return show_number(seconds * 1e3)
+def _time(title: str, seconds: Callable[[Row], float]) -> ReportColumn[Row]:
+    return ReportColumn(
+        title, "ms", lambda row: show_number(1e3 * seconds(row)), is_setting=False,
+        shown=lambda row: show_seconds(seconds(row)),
+    )  # fmt: skip
 
 
 STEP_COLUMNS: Final[tuple[ReportColumn[tuple[str, StepResult]], ...]] = (
     ReportColumn("strategy", "", lambda row: row[0], is_word=True, always=True),
     ReportColumn("hosts", "", lambda row: str(row[1].num_hosts)),
     ReportColumn("ranks", "", lambda row: str(row[1].size)),
-    ReportColumn("step", "ms", lambda row: _ms(row[1].seconds), is_setting=False),
-    ReportColumn("compute", "ms", lambda row: _ms(row[1].compute_s), is_setting=False),
-    ReportColumn("under way", "ms", lambda row: _ms(row[1].communication_s), is_setting=False),
-    ReportColumn("overlapped", "ms", lambda row: _ms(row[1].overlapped_s), is_setting=False),
-    ReportColumn("exposed", "ms", lambda row: _ms(row[1].exposed_s), is_setting=False),
-    ReportColumn("bound", "ms", lambda row: _ms(row[1].bound_s), is_setting=False),
+    _time("step", lambda row: row[1].seconds),
+    _time("compute", lambda row: row[1].compute_s),
+    _time("under way", lambda row: row[1].communication_s),
+    _time("overlapped", lambda row: row[1].overlapped_s),
+    _time("exposed", lambda row: row[1].exposed_s),
+    _time("bound", lambda row: row[1].bound_s),
     ReportColumn("busiest port", "", lambda row: row[1].busiest.port, is_setting=False, is_word=True),
 )
 CALL_COLUMNS: Final[tuple[ReportColumn[tuple[int, CallResult]], ...]] = (
@@ -34,10 +37,15 @@ CALL_COLUMNS: Final[tuple[ReportColumn[tuple[int, CallResult]], ...]] = (
     ReportColumn("verb", "", lambda row: row[1].verb, is_word=True, always=True),
     ReportColumn("graphs", "", lambda row: row[1].graphs, is_word=True, always=True),
     ReportColumn("size", "", lambda row: show_size(row[1].nbytes), always=True),
-    ReportColumn("posted", "ms", lambda row: _ms(row[1].posted_s), is_setting=False),
-    ReportColumn("done", "ms", lambda row: _ms(row[1].done_s), is_setting=False),
-    ReportColumn("under way", "ms", lambda row: _ms(row[1].seconds), is_setting=False),
+    _time("posted", lambda row: row[1].posted_s),
+    _time("done", lambda row: row[1].done_s),
+    _time("under way", lambda row: row[1].seconds),
 )
+
+
+def label(strategy: str, step: StepResult) -> str:
+    """Strategy and world of a step."""
+    return f"{strategy}, {step.size} ranks on {step.num_hosts} hosts"
 
 
 @dataclass(slots=True)
@@ -49,14 +57,18 @@ class SimulatedSteps:
     workload: str  # as it was given
     results: list[tuple[str, StepResult]] = field(default_factory=list)  # so far, by strategy of the step
 
+    def title(self) -> str:
+        """One line on what was simulated."""
+        return f"simulated step; network: {self.source}"
+
     def as_text(self) -> str:
         """A table of the steps, and one of the calls of each."""
         if not self.results:
             return ""
-        parts = [f"simulated step; network: {self.source}", ReportTable.of(self.results, STEP_COLUMNS).as_text()]
+        parts = [self.title(), ReportTable.of(self.results, STEP_COLUMNS).as_text()]
         for strategy, step in self.results:
             calls = ReportTable.of(list(enumerate(step.calls, 1)), CALL_COLUMNS).as_text()
-            parts += ["", f"calls, {strategy}, {step.size} ranks on {step.num_hosts} hosts", calls]
+            parts += ["", f"calls, {label(strategy, step)}", calls]
         return "\n".join(parts) + "\n"
 
     def as_json(self) -> dict[str, Any]:
@@ -70,11 +82,7 @@ class SimulatedSteps:
         }
 
     def as_html(self) -> str:
-        """Refuse: a page plots times over sizes.
+        """A page with the steps as bars, and each with its calls and compute over time."""
+        from kfcomm.bench import pages  # imports matplotlib
 
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "--html plots times over sizes, and --workload gives a single step: leave --html out, or use --json"
-        )
+        return pages.simulated_steps(self)

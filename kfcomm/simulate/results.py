@@ -81,6 +81,7 @@ class StepResult:
         events: how many steps the simulation took.
         simulated_ranks: as in `Result`.
         is_exact: as in `Result`.
+        compute_spans_s: begin of each compute on the first rank, and end on the last.
     """
 
     size: int
@@ -93,6 +94,7 @@ class StepResult:
     events: int
     simulated_ranks: int
     is_exact: bool
+    compute_spans_s: tuple[tuple[float, float], ...] = ()
 
     @property
     def exposed_s(self) -> float:
@@ -121,6 +123,7 @@ class StepResult:
             "hosts": self.num_hosts,
             "seconds": self.seconds,
             "compute_s": self.compute_s,
+            "compute_spans_s": self.compute_spans_s,
             "communication_s": self.communication_s,
             "overlapped_s": self.overlapped_s,
             "exposed_s": self.exposed_s,

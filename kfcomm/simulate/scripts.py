@@ -26,11 +26,12 @@ class Script:
     Attributes:
         ended_s: when it was through the workload, calls that it does not wait for aside.
         posted_s: when each call was posted.
+        computed_s: begin and end of each compute.
     """
 
     __slots__ = (
         "_agenda", "_at", "_awaited", "_delayed", "_done_s", "_items", "_numbers", "_owners", "_rank", "_segments",
-        "_stagings", "ended_s", "posted_s",
+        "_stagings", "computed_s", "ended_s", "posted_s",
     )  # fmt: skip
 
     def __init__(
@@ -46,6 +47,7 @@ class Script:
         self._delayed: dict[int, set[int]] = {}  # calls to be posted, and those that they come after
         self._done_s: dict[int, float] = {}  # of calls of device memory
         self.posted_s: list[float] = []
+        self.computed_s: list[tuple[float, float]] = []
         self.ended_s: float | None = None
         self._stagings = [] if copies is None else list(self._staged(copies))
         self._owners = [number for number, parts in enumerate(segments.of_call) for _ in parts]
@@ -64,8 +66,10 @@ class Script:
             self._at += 1
             match item:
                 case Compute(seconds):
+                    end_s = self._agenda.now_s + seconds
+                    self.computed_s.append((self._agenda.now_s, end_s))
                     if seconds:
-                        self._agenda.at(self._agenda.now_s + seconds, self.go_on, None)
+                        self._agenda.at(end_s, self.go_on, None)
                         return
                 case Call():
                     self._call(item)

@@ -132,8 +132,12 @@ def load_workload(text_or_path: str) -> tuple[Item, ...]:
     """
     path = Path(text_or_path)
     try:
-        if not path.is_file():
-            return parse_workload(text_or_path)
+        is_file = path.is_file()
+    except OSError:  # a text that is too long for a path
+        is_file = False
+    if not is_file:
+        return parse_workload(text_or_path)
+    try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"workload {text_or_path!r} cannot be read: {error}") from error

@@ -322,6 +322,10 @@ def _result(
         events=routes.agenda.num_events,
         simulated_ranks=len(ranks),
         is_exact=all(call.is_exact for call in calls),
+        compute_spans_s=tuple(
+            (min(begin for begin, _ in of_ranks), max(end for _, end in of_ranks))
+            for of_ranks in zip(*(script.computed_s for script in scripts), strict=True)
+        ),
     )
 
 

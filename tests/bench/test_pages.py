@@ -55,6 +55,11 @@ def simulate(path: Path) -> None:
     from_command(path, "simulate", "--strategy", "ring,halving_doubling", "--hosts", "4x1,8x1", "--sizes", SIZES)
 
 
+def simulate_workload(path: Path) -> None:
+    layers = ", ".join(f"compute 1ms, 64KiB as layer{number}" for number in range(40))
+    from_command(path, "simulate", "--strategy", "ring,tree", "--hosts", "2x1,4x2", "--workload", layers)
+
+
 def probe(path: Path) -> None:
     latency = np.array([[1e-6 * (1 + abs(a - b)) for b in range(16)] for a in range(16)])
     path.write_text(probe_page(Probe(Layout.even(16, 4), latency, 1e3 / latency)), "utf-8")
@@ -76,8 +81,11 @@ def adaptive(path: Path) -> None:
     example.draw([example.Run("adaptive", rows, decisions, slow_s=1.0), example.Run("batch of 24", still)], path)
 
 
+MAKERS = (bench, bench_of_long_names, topologies, simulate, simulate_workload, probe, elastic, adaptive)
+
+
 @pytest.mark.asyncio
-@pytest.mark.parametrize("make", [bench, bench_of_long_names, topologies, simulate, probe, elastic, adaptive])
+@pytest.mark.parametrize("make", MAKERS)
 async def test_page_has_a_headline_and_fits_in_both_themes(
     make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

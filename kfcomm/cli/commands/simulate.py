@@ -154,10 +154,9 @@ def _simulated_calls(given: _SimulateOptions) -> Simulations:
 
 def _simulated_steps(given: _SimulateOptions) -> SimulatedSteps:
     source_of = click.get_current_context().get_parameter_source
-    for option in ("sizes", "verb", "dtype", "html_path"):
+    for option in ("sizes", "verb", "dtype"):
         if source_of(option) is not ParameterSource.DEFAULT:
-            name = option.removesuffix("_path")
-            raise ConfigError(f"--workload and --{name} contradict each other: a workload says what is called")
+            raise ConfigError(f"--workload and --{option} contradict each other: a workload says what is called")
     workload = load_workload(given.workload or "")
     network, source = network_of(given.network_path, given.probe_path)
     report = SimulatedSteps(network, source, given.workload or "")
