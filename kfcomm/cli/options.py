@@ -194,6 +194,12 @@ class WithStrategy(WithSize):
     aliases: ClassVar[Mapping[str, str]] = {**WithSize.aliases, "--strategy": ""}
 
 
+def warn(line: str) -> None:
+    """Write a warning, unless it is empty."""
+    if line:
+        click.echo(f"kfcomm: warning: {line}", err=True)
+
+
 @contextmanager
 def reported_errors() -> Iterator[None]:
     """Turn the package's errors into one line and an exit code: 2 for wrong settings, else 1 or the error's own."""

@@ -25,7 +25,6 @@ import msgpack
 
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 
-PROTOCOL_VERSION = 12
 PREFIX = struct.Struct("<II")
 PREFIX_NBYTES = PREFIX.size
 CHUNK_HEADER = struct.Struct("<BIQIIBII")

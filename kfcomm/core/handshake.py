@@ -45,8 +45,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
 
+from kfcomm.common.version import PROTOCOL_VERSION
 from kfcomm.core.auth import proof, proven
-from kfcomm.core.frame import PROTOCOL_VERSION
 from kfcomm.errors import LocalProtocolError, RemoteProtocolError
 
 MAGIC = b"kfcm"

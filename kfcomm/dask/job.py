@@ -11,12 +11,12 @@ import cloudpickle
 from dask import is_dask_collection
 from distributed import Client, Future, wait
 
+from kfcomm.common.version import versions
 from kfcomm.dask import worker
 from kfcomm.dask.parts import Shares, shares_of
 from kfcomm.errors import ConfigError, PeerLost
 from kfcomm.launch.remote import GRACE_S, Ended, check_versions, checked_number, culprit, is_known, pickled, task_of
 from kfcomm.rendezvous.authentication import new_token
-from kfcomm.rendezvous.identity import versions
 
 _LOOK_S = 1.0
 """Interval at which lost workers are looked for."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import cloudpickle
 
+from kfcomm.common.version import versions
 from kfcomm.dask.parts import Index
 from kfcomm.launch.remote import Ended, Task, failed, place_of, run_rank
-from kfcomm.rendezvous.identity import versions
 from kfcomm.rendezvous.store import StoreServer
 
 _STORES = "kfcomm_stores"

@@ -20,7 +20,7 @@ from kfcomm.engine.membership import Meeting, check_checksums, layout_of
 from kfcomm.engine.network import SocketNetwork
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous.identity import PeerInfo, host_id, process_uid
-from kfcomm.rendezvous.join import JobStore, address_towards, check_versions
+from kfcomm.rendezvous.join import JobStore, address_towards, check_job, check_versions
 from kfcomm.rendezvous.join import join as meet_at_store
 from kfcomm.rendezvous.keyvalue import ASIDE, ENTRY, INVITED, JOINING
 from kfcomm.rendezvous.settings import Settings
@@ -121,6 +121,7 @@ async def _enter(meeting: Meeting, listener: Listener, device: DeviceReport) -> 
     aside: Listener | None = None
     waits: dict[str, asyncio.Task[list[Any]]] = {}
     try:
+        await check_job(me, client)
         # Connections of an epoch that is prepared, perhaps in vain, come elsewhere. Without a port for that this
         # process is admitted as it is.
         with contextlib.suppress(ConfigError):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgpack
 
 from kfcomm.engine.interfaces import Membership
-from kfcomm.errors import ConfigError, KfcommError, RemoteProtocolError, RendezvousError
+from kfcomm.errors import ConfigError, KfcommError, RendezvousError
 from kfcomm.rendezvous import exit_report
 from kfcomm.rendezvous.identity import PeerInfo
 from kfcomm.rendezvous.join import check_versions
@@ -81,9 +81,6 @@ class StoreMembership(Membership):
             return False
         try:
             peer = PeerInfo.from_wire(candidate.about)
-        except RemoteProtocolError:
-            return False
-        try:
             check_versions(self._me, [peer])
             check_checksums([self._me, peer])
         except KfcommError as error:

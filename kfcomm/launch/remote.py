@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kfcomm.common.arguments import whole_number
+from kfcomm.common.version import HOW_TO_AGREE, versions
 from kfcomm.errors import ConfigError
 from kfcomm.joining import Init, prepare
 from kfcomm.rendezvous.exit_report import is_elsewhere
 from kfcomm.rendezvous.host import hostname
-from kfcomm.rendezvous.identity import HOW_TO_AGREE, versions
 from kfcomm.rendezvous.settings import Arguments, Settings, detect
 from kfcomm.sync.communicator import join
 

@@ -13,15 +13,20 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from kfcomm.common import sockets
 from kfcomm.common.sizes import shortened
+from kfcomm.common.version import difference, versions
 from kfcomm.errors import ConfigError
 
 _MAX_COMMAND = 60
+STATUS_FIELDS = ("job", "size", "least", "most", "restarts", "running", "ended", "spares", "hosts", "slots")
+"""Fields of an answer that `kfcomm status` needs; all versions have told them."""
+SIZE_FIELDS = ("job", "size", "running", "is_kept")
+"""Those that `kfcomm resize` needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,7 @@ class LauncherRequests:
                     told = {**await self._answer(line), "origin": asdict(self._origin)}
                 except ConfigError as error:
                     told = {"error": str(error)}
+                told["versions"] = versions()
                 writer.write(json.dumps(told).encode() + b"\n")
                 await writer.drain()
         except (OSError, TimeoutError, ValueError):
@@ -159,11 +165,11 @@ def find(asked: str | None) -> str:
     raise ConfigError(f"{len(found)} elastic jobs{which} of yours run on this host, name one: {_listed(found)}")
 
 
-def ask(job: str, line: str) -> dict[str, Any]:
+def ask(job: str, line: str, needs: Collection[str] = STATUS_FIELDS) -> dict[str, Any]:
     """Send a request to a job; return its answer.
 
     Raises:
-        ConfigError: the job does not answer, or refuses.
+        ConfigError: the job does not answer, or refuses; or its answer lacks one of the fields that this needs.
     """
     try:
         answer = sockets.ask(f"{PREFIX}/{os.getuid()}/{job}", line.encode() + b"\n", PATIENCE_S)
@@ -172,8 +178,12 @@ def ask(job: str, line: str) -> dict[str, Any]:
         raise ConfigError(f"job {job} does not answer: {error}") from error
     if answer is None:
         raise ConfigError(f"job {job} is another user's")
+    note = difference(told.get("versions"))
     if "error" in told or not told:
-        raise ConfigError(told.get("error", f"job {job} has ended"))
+        why = f"; {note}" if note and "versions" in told else ""
+        raise ConfigError(told.get("error", f"job {job} has ended") + why)
+    if lacking := set(needs) - told.keys():
+        raise ConfigError(f"job {job} does not tell {', '.join(sorted(lacking))}: {note}")
     return told
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgpack
 
+from kfcomm.common.version import HOW_TO_AGREE, __version__
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.launch.elastic import Elasticity
 from kfcomm.launch.hosts import HostPlan
@@ -45,6 +46,7 @@ from kfcomm.rendezvous.keyvalue import (
     START,
     Exit,
     KeyValue,
+    NotSet,
     read_wanted,
 )  # fmt: skip
 from kfcomm.rendezvous.settings import Settings
@@ -187,7 +189,7 @@ async def joined(job: LaunchJob, settings: Settings) -> AsyncIterator[tuple[Laun
             position = await arrive(job, client, client, within_s)
             store = Store(client.url, lambda _: contextlib.nullcontext(client), client, position=position)
             if job.elastic is None:
-                job = replace(job, torch_port=int(await client.get(TORCH_KEY, settings.timeout_s)))
+                job = replace(job, torch_port=await _torch_port(client))
             yield job.at(position), store
             await _confirm_end(position, client)
         else:
@@ -196,6 +198,19 @@ async def joined(job: LaunchJob, settings: Settings) -> AsyncIterator[tuple[Laun
                 await _confirm_end(store.position, server.store)
     finally:
         await client.close()
+
+
+async def _torch_port(client: StoreClient) -> int:
+    """Port that the first launcher sets as soon as its store answers.
+
+    Raises:
+        RendezvousError: it does not, since it is of another version.
+    """
+    try:
+        return int(await client.get(TORCH_KEY, _REACH_WITHIN_S))
+    except NotSet as error:
+        why = f"the launcher on the first host runs another version of kfcomm, this is {__version__}"
+        raise RendezvousError(f"{why}: it has not set {TORCH_KEY!r}. {HOW_TO_AGREE}") from error
 
 
 @contextlib.asynccontextmanager

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from kfcomm.common.version import versions
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.dumps import snapshot
 from kfcomm.monitor.live import Question
@@ -38,6 +39,8 @@ def answer_to(question: bytes, comm: World) -> Any:
     match question:
         case Question.DUMP.value:
             return snapshot(comm._session)
+        case Question.VERSIONS.value:
+            return {"versions": versions()}
         case Question.GRAPHS.value:
             return graphs(comm)
         case Question.FIGURES.value:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints, is_typeddict
 
+from kfcomm.common.version import difference
 from kfcomm.core.collective import OWN_NAMES, shown
 from kfcomm.errors import ConfigError
 from kfcomm.monitor.dumps import FORMAT, PendingCall, Record
@@ -65,11 +66,14 @@ def _read(path: str) -> list[Record]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: expected JSON: {error}") from error
+    found = content if isinstance(content, list) else [content]
     try:
-        return [checked_record(one) for one in (content if isinstance(content, list) else [content])]
+        return [checked_record(one) for one in found]
     except (KeyError, ValueError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigError(f"{path}: expected a dump of kfcomm: {what}") from error
+        told = next((one["versions"] for one in found if isinstance(one, dict) and "versions" in one), None)
+        why = f"; {difference(told, 'it is of')}" if told else ""
+        raise ConfigError(f"{path}: expected a dump of kfcomm: {what}{why}") from error
 
 
 def checked_record(one: Any) -> Record:

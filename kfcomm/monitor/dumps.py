@@ -23,6 +23,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, cast
 
+from kfcomm.common.version import versions
 from kfcomm.engine.closing import open_sessions
 from kfcomm.engine.meter import steady
 from kfcomm.rendezvous.host import hostname
@@ -96,6 +97,7 @@ class CodePlace(TypedDict):
 class Details(TypedDict, total=False):
     """Fields of a record for people, beside those that the doctor reads."""
 
+    versions: list[Any]  # of kfcomm and its protocol
     host: str
     pid: int
     activity: str  # what it did last, in words
@@ -203,6 +205,7 @@ def record_of(session: Session) -> Record:
     lost = steady(lambda: dict(engine.router.lost))
     return {
         "format": FORMAT,
+        "versions": list(versions()),
         "rank": session.rank,
         "size": session.layout.size,
         "host": hostname(),

@@ -19,13 +19,13 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kfcomm.common import sockets
+from kfcomm.common import sockets, version
 from kfcomm.common.sizes import shortened
 from kfcomm.common.sockets import ask, credentials_of, own_names
 from kfcomm.errors import ConfigError
@@ -56,6 +56,8 @@ class Question(Enum):
     """Hosts of the ranks, and the graphs of the strategy in force."""
     USAGE = b"u"
     """Memory and descriptors of the rank's process: see ``monitor.usage``."""
+    VERSIONS = b"v"
+    """Version of kfcomm, and of its protocol."""
 
 
 class Job(NamedTuple):
@@ -145,6 +147,15 @@ def answer_of(name: str, question: Question) -> Any:
     except (OSError, ValueError) as error:
         logger.debug("no answer from %s: %s", name, error)
         return None
+
+
+def difference(sockets: Iterable[str]) -> str | None:
+    """Line on a job of another version of kfcomm, see ``version.difference``; None without an answer."""
+    for name in sockets:
+        answer = answer_of(name, Question.VERSIONS)
+        if isinstance(answer, dict):
+            return version.difference(answer.get("versions"))
+    return None
 
 
 def job_name(job: str | None, store: str | None) -> str:

@@ -118,13 +118,14 @@ def summary(change: JobChange) -> list[str]:
 def alarms(change: JobChange) -> list[Line]:
     """Warnings, one line each."""
     silent = [rank for rank, one in change.ranks.items() if one.now is None]
-    lines = []
+    lines = [Line(change.note, Style.ALARM)] if change.note else []
     if change.has_ended:
         lines.append(Line("the job has ended: none of its ranks is left on this host", Style.ALARM))
     elif change.gone:
         lines.append(Line(f"gone: {ranks_in_words(change.gone)}", Style.ALARM))
     if silent:
-        lines.append(Line(f"no answer (stopped?): {ranks_in_words(silent)}", Style.ALARM))
+        why = "stopped, or another version" if change.note else "stopped?"
+        lines.append(Line(f"no answer ({why}): {ranks_in_words(silent)}", Style.ALARM))
     return lines
 
 

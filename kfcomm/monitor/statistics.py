@@ -59,7 +59,7 @@ class PeerStatistics:
     def from_json(cls, record: Mapping[str, Any]) -> Self:
         """Inverse of ``asdict``."""
         path = record.get("path")
-        return cls(**{**record, "path": None if path is None else TcpPath(**path)})
+        return cls(**_known(cls, record) | {"path": None if path is None else TcpPath(**_known(TcpPath, path))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,20 +207,19 @@ class Statistics:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self:
-        """Inverse of ``as_json``, also after a way through JSON.
+        """Inverse of ``as_json``, also after a way through JSON. Fields that a newer version tells are left out.
 
         Raises:
             TypeError, KeyError: it is something else.
         """
-        fields = dict(record)
+        fields = _known(cls, record)
         fields["peers"] = tuple(map(PeerStatistics.from_json, fields["peers"]))
-        fields["keys"] = tuple(KeyStatistics(**one) for one in fields["keys"])
-        fields["others"] = None if fields["others"] is None else KeyStatistics(**fields["others"])
-        fields["strategies"] = tuple(StrategyStatistics(**one) for one in fields["strategies"])
-        fields["steps"] = tuple(
-            StepStatistics(**{**one, "waited_for": tuple(map(tuple, one["waited_for"]))}) for one in fields["steps"]
-        )
-        fields["events"] = tuple(RecentEvent(**one) for one in fields.get("events", ()))
+        if fields["others"] is not None:
+            fields["others"] = KeyStatistics(**_known(KeyStatistics, fields["others"]))
+        fields["steps"] = [{**one, "waited_for": tuple(map(tuple, one["waited_for"]))} for one in fields["steps"]]
+        kinds = (KeyStatistics, StrategyStatistics, StepStatistics, RecentEvent)
+        for name, kind in zip(("keys", "strategies", "steps", "events"), kinds, strict=True):
+            fields[name] = tuple(kind(**_known(kind, one)) for one in fields.get(name, ()))
         return cls(**fields)
 
 
@@ -231,6 +230,11 @@ def statistics_in(answer: Any) -> Statistics | None:
     except (ValueError, TypeError, KeyError) as error:
         logger.debug("an answer without statistics: %r", error)
         return None
+
+
+def _known(cls: Any, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a record, without those that a class lacks."""
+    return {name: value for name, value in record.items() if name in cls.__dataclass_fields__}
 
 
 OTHERS = "(others)"

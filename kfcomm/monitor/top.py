@@ -76,6 +76,7 @@ class JobChange:
     links: Sequence[LinkRate]  # the fastest first
     has_ended: bool = False  # whether no process of it is left on this host
     program: str = ""  # what it runs, if that is known
+    note: str = ""  # line on its version of kfcomm, if that is another
 
     @property
     def answers(self) -> list[Statistics]:
@@ -110,12 +111,15 @@ class JobWatcher:
         *,
         find: Callable[[], Sequence[Job]] = live.jobs,
         read: Callable[[Job], Sequence[Statistics]] | None = None,
+        compare: Callable[[Sequence[str]], str | None] = live.difference,
         pool: Executor | None = None,
     ) -> None:
         self.job = job
         self._question = question
         self._find = find
         self._read = partial(live.read, question=question) if read is None else read
+        self._compare = compare
+        self._note: str | None = None
         self._pool = pool
         self._met: dict[str, _Process] = {}
         self._size = self._epoch = 0
@@ -145,10 +149,13 @@ class JobWatcher:
         said = [one for one in shown if one.now is not None]
         gone = {one.rank for name, one in met.items() if name not in here and one.epoch in (None, self._epoch)}
         answers = [one.now for one in said if one.now is not None]
+        if self._note is None:
+            # Of ranks that are silent one is asked: it may be of another version, and each that is stopped takes long.
+            self._note = self._compare([one.socket for one in said] or [name for _, name in found.sockets[:1]])
         change = JobChange(
             job=self.job, size=self._size, ranks=changes, gone=sorted((gone | self._lost) - changes.keys()),
             passed_s=max((one.passed_s for one in said), default=0.0), keys=_keys(said), links=_links(answers),
-            has_ended=not found.sockets, program=found.program,
+            has_ended=not found.sockets, program=found.program, note=self._note or "",
         )  # fmt: skip
         # Processes of earlier epochs are not missed: they were released or lost, and are not ranks of this one.
         self._met = {name: one for name, one in met.items() if one.epoch in (None, self._epoch)} | here

@@ -16,6 +16,7 @@ from ray.exceptions import RayError, RaySystemError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kfcomm.common.sizes import seconds_of
+from kfcomm.common.version import versions
 from kfcomm.errors import ConfigError, PeerLost, RendezvousError
 from kfcomm.launch.elastic import Elasticity, Stage, parse
 from kfcomm.launch.remote import GRACE_S, Ended, check_versions, checked_number, culprit, is_known, pickled, task_of
@@ -23,7 +24,6 @@ from kfcomm.ray.places import STALL_AFTER_S, Place, Places, stalled
 from kfcomm.ray.store import ActorStore, StoreActor
 from kfcomm.ray.worker import JobPlace, Worker
 from kfcomm.rendezvous.authentication import new_token
-from kfcomm.rendezvous.identity import versions
 from kfcomm.rendezvous.keyvalue import GIVEN_UP, RELEASED, REPLACED, Exit
 from kfcomm.types import Seconds
 

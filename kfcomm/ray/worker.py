@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import ray
 
+from kfcomm.common.version import versions
 from kfcomm.launch.remote import Ended, Task, place_of, run_rank
-from kfcomm.rendezvous.identity import versions
 
 
 class JobPlace(NamedTuple):

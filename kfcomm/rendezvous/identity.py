@@ -18,8 +18,7 @@ from typing import Any
 import msgpack
 
 from kfcomm.arrays.devices import DeviceReport
-from kfcomm.common.version import __version__
-from kfcomm.core.frame import PROTOCOL_VERSION
+from kfcomm.common.version import HOW_TO_AGREE, PROTOCOL_VERSION, __version__, versions
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.rendezvous.host import hostname
 from kfcomm.rendezvous.saved_costs import host_name, is_plausible, is_row, row_of, saved
@@ -28,7 +27,6 @@ from kfcomm.types import Costs
 
 MAX_RANKS = 1 << 16
 MAX_WIRE_NBYTES = 16384
-HOW_TO_AGREE = "Install the same version on all hosts: kfcomm env tells which one a process finds"
 _REPORT_LENGTHS = {"kind": 16, "uuid": 64, "model": 128, "backend": 16, "lack": 400}
 """Most characters of each text in a `DeviceReport`."""
 
@@ -256,11 +254,6 @@ def process_uid(rank: int) -> str:
         namespace, started = 0, ""
     text = f"{_boot_id()}/{namespace}/{os.getpid()}/{started}/{rank}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def versions() -> tuple[str, int]:
-    """Version of kfcomm, and the number of its protocol."""
-    return __version__, PROTOCOL_VERSION
 
 
 def _boot_id() -> str:

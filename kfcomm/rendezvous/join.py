@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kfcomm.common.sizes import ranges, ranks_in_words
 from kfcomm.common.sockets import RESERVE, raise_limit
+from kfcomm.common.version import HOW_TO_AGREE
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous.host import choose_address, host_and_port, is_loopback
-from kfcomm.rendezvous.identity import HOW_TO_AGREE, PeerInfo
+from kfcomm.rendezvous.identity import PeerInfo
 from kfcomm.rendezvous.keyvalue import Exit, MeetRequest, Why, loop_now_s
 from kfcomm.rendezvous.resolving import once_resolved
 from kfcomm.rendezvous.settings import Settings
@@ -347,6 +348,17 @@ def check_versions(me: PeerInfo, peers: Sequence[PeerInfo]) -> None:
             for (version, protocol), some in each
         )
         raise RendezvousError(f"all ranks must run one version of kfcomm: {'; '.join(sides)}. {HOW_TO_AGREE}")
+
+
+async def check_job(me: PeerInfo, client: StoreClient) -> None:
+    """Refuse to join a running job of another version, whose ranks may not understand this process.
+
+    Raises:
+        RendezvousError: versions differ; shows both.
+    """
+    held = await client.find(_claim_key(0, 0))
+    if held is not None:
+        check_versions(me, [_Claim.from_wire(held).peer])
 
 
 def _folder(generation: int) -> str:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kfcomm.core.frame import PROTOCOL_VERSION
+from kfcomm.common.version import PROTOCOL_VERSION
 from kfcomm.core.handshake import (
     MAGIC,
     MAX_REASON_CHARS,

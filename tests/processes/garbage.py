@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from random import Random
 from typing import Any
 
-from kfcomm.core.frame import PROTOCOL_VERSION
+from kfcomm.common.version import PROTOCOL_VERSION
 from kfcomm.core.handshake import NONCE_NBYTES, PREFIX_NBYTES, Hello, Proof, Purpose, encode
 
 AT_ONCE = 50

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.arrays.devices import DeviceReport
-from kfcomm.common.version import __version__
-from kfcomm.core.frame import PROTOCOL_VERSION
+from kfcomm.common.version import PROTOCOL_VERSION, __version__
 from kfcomm.errors import RemoteProtocolError
 from kfcomm.launch.job import who_launches
 from kfcomm.rendezvous.backends.etcd.leases import _described, _myself

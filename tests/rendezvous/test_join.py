@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kfcomm.common.version import __version__
-from kfcomm.core.frame import PROTOCOL_VERSION
+from kfcomm.common.version import PROTOCOL_VERSION, __version__
 from kfcomm.errors import ConfigError, RendezvousError
 from kfcomm.rendezvous.client import StoreClient
 from kfcomm.rendezvous.identity import PeerInfo

@@ -15,6 +15,7 @@ from random import Random
 
 import click
 
+from kfcomm.common.version import PROTOCOL_VERSION
 from kfcomm.core import frame, gossip, handshake
 from kfcomm.core.handshake import Answerer, Dialler, Identity, Keys
 from kfcomm.errors import RemoteProtocolError, RendezvousError
@@ -23,7 +24,7 @@ from kfcomm.rendezvous.identity import PeerInfo
 from kfcomm.transports.sealed import Seals
 
 TOKEN, NONCE = b"t" * 32, b"n" * 32
-GREETING = handshake.Hello(frame.PROTOCOL_VERSION, 0, 1, handshake.Purpose.DATA, NONCE, "uid")
+GREETING = handshake.Hello(PROTOCOL_VERSION, 0, 1, handshake.Purpose.DATA, NONCE, "uid")
 
 
 def _head(data: bytes) -> None:

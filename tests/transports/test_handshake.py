@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kfcomm.common import sockets as accepting
 from kfcomm.common.sockets import readable
+from kfcomm.common.version import PROTOCOL_VERSION
 from kfcomm.core.auth import Unauthenticated
-from kfcomm.core.frame import PROTOCOL_VERSION, make_encoder
+from kfcomm.core.frame import make_encoder
 from kfcomm.core.handshake import MAGIC, PREFIX_NBYTES, Hello, Identity, Proof, Purpose, Welcome, encode
 from kfcomm.errors import ConfigError, InternalError, RemoteProtocolError, TransportError
 from kfcomm.transports import handshake

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from kfcomm.cli.options import reported_errors
+from kfcomm.cli.options import reported_errors, warn
 
 
 @click.command()
@@ -23,11 +23,16 @@ def doctor(files: tuple[str, ...], as_json: bool) -> None:
     """  # noqa: D301  click wants the character, not its name
     import json
 
+    from kfcomm.common.version import difference
     from kfcomm.monitor.doctor import diagnose, read
     from kfcomm.monitor.findings import as_json as for_machines
     from kfcomm.monitor.findings import as_text
 
     with reported_errors():
-        diagnosis = diagnose(read(files))
+        records = read(files)
+    told = {tuple(record["versions"]) for record in records if "versions" in record}
+    for one in sorted(told, key=str):
+        warn(difference(one, "a dump is of"))
+    diagnosis = diagnose(records)
     click.echo(json.dumps(for_machines(diagnosis), indent=1) if as_json else as_text(diagnosis))
     sys.exit(1 if diagnosis.waits else 0)

@@ -12,11 +12,12 @@ import click
 
 from kfcomm.arrays.devices import DeviceReport
 from kfcomm.arrays.devices.routes import backend_in_words, driver_version
+from kfcomm.common.version import versions
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.joining import look_for_device
 from kfcomm.rendezvous.finders import choose, survey
 from kfcomm.rendezvous.host import choose_address, host_and_port, hostname, interfaces
-from kfcomm.rendezvous.identity import host_id, versions
+from kfcomm.rendezvous.identity import host_id
 from kfcomm.rendezvous.saved_costs import describe_saved
 from kfcomm.rendezvous.settings import Settings, detect
 from kfcomm.rendezvous.torch_groups import why_too_old

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kfcomm.cli.options import reported_errors
+from kfcomm.cli.options import reported_errors, warn
 from kfcomm.errors import ConfigError, RendezvousError
 
 _MAX_DIGITS = 6
@@ -46,15 +46,17 @@ def resize(words: tuple[str, ...], named: str | None, yes: bool, store: str | No
             asyncio.run(_ask_elsewhere(store, size))
             click.echo(f"{store}: {size} ranks are wanted")
             return
-        from kfcomm.launch.requests import ask, find, titled
+        from kfcomm.common.version import difference
+        from kfcomm.launch.requests import SIZE_FIELDS, ask, find, titled
 
         found = find(job)
         if job is None and not yes:
-            _check_is_meant(ask(found, "status"), size)
-        told = ask(found, f"size {size}")
+            _check_is_meant(ask(found, "status", SIZE_FIELDS), size)
+        told = ask(found, f"size {size}", SIZE_FIELDS)
     waits = "" if told["is_kept"] else "; the store does not answer now: that waits until it does"
-    was = told.get("was", told["size"])
-    click.echo(f"{titled(told)}: {was} -> {told['size']} ranks are wanted, {len(told['running'])} run{waits}")
+    was = f"{told['was']} -> " if "was" in told else ""  # since kfcomm 0.2.0
+    warn(difference(told.get("versions")))
+    click.echo(f"{titled(told)}: {was}{told['size']} ranks are wanted, {len(told['running'])} run{waits}")
 
 
 def _check_is_meant(told: dict[str, Any], size: int) -> None:

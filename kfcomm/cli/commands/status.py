@@ -6,7 +6,7 @@ import json
 
 import click
 
-from kfcomm.cli.options import reported_errors
+from kfcomm.cli.options import reported_errors, warn
 
 
 @click.command()
@@ -19,11 +19,13 @@ def status(job: str | None, named: str | None, as_json: bool) -> None:
     JOB is its name, or how that begins; needed if several run, unless one of them alone was started at this terminal or
     in this directory.
     """
+    from kfcomm.common.version import difference
     from kfcomm.launch.requests import ask, find, titled
     from kfcomm.rendezvous.keyvalue import describe_exit
 
     with reported_errors():
         told = ask(find(named or job), "status")
+    warn(difference(told.get("versions")))
     if as_json:
         click.echo(json.dumps(told))
         return

@@ -32,6 +32,7 @@ def figures(change: JobChange, usage: Mapping[int, Usage], time_s: float) -> Fra
         "time": round(time_s, 3),
         "job": change.job,
         "program": change.program,
+        "note": change.note,
         "size": change.size,
         "epoch": max((answer.epoch for answer in answers), default=0),
         "strategy": " / ".join(strategies),

@@ -104,8 +104,9 @@ function drawAlarms() {
   const end = events.findLast((one) => one.kind === "end");
   if (figures.ended) lines.push(`the job has ended${end ? `: ${end.what}` : ""}`);
   const reasons = events.filter((one) => one.kind === "lost" && figures.gone.some((rank) => one.what === `rank ${rank}`)).map((one) => one.why);
+  if (figures.note) lines.push(figures.note);
   if (figures.gone.length) lines.push([`gone: ${inWords(figures.gone)}`, ...new Set(reasons)].slice(0, 4).join("; "));
-  if (silent.length && !figures.ended) lines.push(`no answer: ${inWords(silent)} (stopped, or of another version of kfcomm)`);
+  if (silent.length && !figures.ended) lines.push(`no answer: ${inWords(silent)} (stopped${figures.note ? ", or another version" : "?"})`);
   if (isLost && !figures.ended) lines.push("the server of this page does not answer: it has ended, or its host is out of reach; trying again");
   const box = byId("alarms");
   if ([...box.children].map((one) => one.textContent).join("\n") !== lines.join("\n")) box.replaceChildren(...lines.map((text) => element("div", { text })));
