@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import logging
 import math
 import time
@@ -47,6 +46,23 @@ class _Unread:
     def __del__(self) -> None:
         if (error := self.error) is not None:
             logger.error("rank %d: error was never retrieved: %s: %s", self.rank, type(error).__name__, error)
+
+
+class _Callback:
+    """Calls ``fn(handle)`` on the I/O thread, and lets go of it.
+
+    A future keeps its callbacks, which often know the future: results would live until the next garbage collection.
+    """
+
+    __slots__ = ("_fn", "_tell")
+
+    def __init__(self, tell: Callable[..., object], fn: Callable[..., object]) -> None:
+        self._tell = tell
+        self._fn: Callable[..., object] | None = fn
+
+    def __call__(self, handle: concurrent.futures.Future[Any]) -> None:
+        fn, self._fn = self._fn, None
+        self._tell(fn, handle)
 
 
 class Handle(Unawaited, concurrent.futures.Future[T]):
@@ -136,7 +152,7 @@ class Handle(Unawaited, concurrent.futures.Future[T]):
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
         """Call ``fn(handle)`` on the I/O thread when it is over."""
-        super().add_done_callback(functools.partial(self._io.tell, fn))
+        super().add_done_callback(_Callback(self._io.tell, fn))
 
     def begin(self, verb: Callable[[], Inner[T] | None]) -> bool:
         """Begin a collective that is posted at once, with the lock held; False if ``verb`` has begun nothing."""

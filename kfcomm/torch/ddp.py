@@ -108,21 +108,23 @@ class BucketWork(TorchWork):
     """Reduction of a bucket, with a future of another tensor than the one that was given."""
 
     def __init__(self, handle: Handle[Any], ending: Ending) -> None:
-        super().__init__(handle, ending._replace(finish=self._fill))
-
-    def _fill(self) -> None:
-        """Copy the result to the tensor, for callers that wait for the work itself."""
-        (tensor,) = self._ending.tensors
-        tensor.detach().copy_(self._seen().view(tensor.shape))
+        # Nothing here refers to the work itself: the memory of the result would not be free before a garbage collection.
+        (self._tensor,) = ending.tensors
+        super().__init__(handle, ending._replace(finish=partial(_fill, self._tensor, handle)))
 
     def _result(self) -> list[Any]:
         self._await(timedelta(0))
-        return [self._seen()]
+        return [_seen(self._tensor, self._handle)]
 
-    def _seen(self) -> Any:
-        """The result, flat, where it was made; read-only."""
-        (tensor,) = self._ending.tensors
-        return torch.from_numpy(np.asarray(_SeenBuckets(self._handle.result()))).view(tensor.dtype)
+
+def _fill(tensor: Any, handle: Handle[Any]) -> None:
+    """Copy the result to the tensor, for callers that wait for the work itself."""
+    tensor.detach().copy_(_seen(tensor, handle).view(tensor.shape))
+
+
+def _seen(tensor: Any, handle: Handle[Any]) -> Any:
+    """The result, flat, where it was made; read-only."""
+    return torch.from_numpy(np.asarray(_SeenBuckets(handle.result()))).view(tensor.dtype)
 
 
 class _SeenBuckets:

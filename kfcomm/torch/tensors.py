@@ -8,7 +8,8 @@ unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import c_char
+from ctypes import Array, c_char
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -78,9 +79,15 @@ def _flat(tensor: Any, as_bytes: bool) -> Any:
     address = tensor.data_ptr()
     if not address:  # torch's lazy zeros and fake tensors
         raise ConfigError("a tensor without memory cannot be exchanged: pass tensor.clone()")
-    memory = (c_char * nbytes).from_address(address)
+    memory = _bytes_of(nbytes).from_address(address)
     memory.tensor = tensor  # keeps it alive as long as the array
     return np.frombuffer(memory, dtype)
+
+
+@lru_cache(4096)
+def _bytes_of(nbytes: int) -> type[Array[c_char]]:
+    """The type of so many bytes: ctypes makes it anew, in 10 µs, where nothing else refers to it."""
+    return c_char * nbytes
 
 
 _NAMES = {getattr(torch, name): name for name in SUPPORTED_NAMES}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import gc
 import signal
 import threading
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -48,6 +51,27 @@ def test_a_handle_whose_wait_was_interrupted_was_cancelled(wait: Any, monkeypatc
         with pytest.raises(kfcomm.CollectiveAborted, match="cancelled on rank 0"):
             other.all_reduce(1, "a")
         assert at_rest(one)
+
+
+def test_a_callback_that_knows_its_handle_leaves_no_cycle() -> None:
+    with sync_world(2) as (one, other), no_collection():
+        begun = one.all_reduce_async(1, "a")
+        known = [begun]
+        begun.add_done_callback(lambda _, known=known: len(known))
+        other.all_reduce(1, "a")
+        begun.wait()
+        gone = weakref.ref(begun)
+        del begun, known
+        until(lambda: gone() is None)
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -182,6 +182,27 @@ def test_moved_buckets_are_freed_with_their_model(fleet: Fleet) -> None:
         assert left < most / 2
 
 
+def without_collections() -> list[int]:
+    """Symmetric memory in use after each step."""
+    comm, model = communicator(), wide()
+    most: list[int] = []
+    gc.disable()
+    try:
+        for step in range(12):
+            model.zero_grad()
+            model(mine(data(step))).square().mean().backward()
+            dist.barrier()
+            most.append(comm.statistics().symmetric_nbytes)
+    finally:
+        gc.enable()
+    return most
+
+
+def test_results_of_buckets_are_freed_without_a_garbage_collection(fleet: Fleet) -> None:
+    for used in fleet.run(without_collections):
+        assert max(used[8:]) <= max(used[:8])
+
+
 def copied() -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ddp_of_kfcomm, "SWAP", "missing")
