@@ -108,7 +108,7 @@ class BucketWork(TorchWork):
     """Reduction of a bucket, with a future of another tensor than the one that was given."""
 
     def __init__(self, handle: Handle[Any], ending: Ending) -> None:
-        # Nothing here refers to the work itself: the memory of the result would not be free before a garbage collection.
+        # Nothing here refers to the work itself: the result's memory would be kept until a garbage collection.
         (self._tensor,) = ending.tensors
         super().__init__(handle, ending._replace(finish=partial(_fill, self._tensor, handle)))
 

@@ -8,7 +8,7 @@ unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import Array, c_char
+from ctypes import c_char
 from functools import lru_cache
 from typing import Any
 
@@ -85,7 +85,7 @@ def _flat(tensor: Any, as_bytes: bool) -> Any:
 
 
 @lru_cache(4096)
-def _bytes_of(nbytes: int) -> type[Array[c_char]]:
+def _bytes_of(nbytes: int) -> Any:
     """The type of so many bytes: ctypes makes it anew, in 10 µs, where nothing else refers to it."""
     return c_char * nbytes
 
