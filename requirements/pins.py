@@ -19,6 +19,7 @@ USES = {
     "bench": ["kfcomm[bench]"],
     "demo": ["kfcomm[demo]"],
     "metrics": ["kfcomm[metrics]"],
+    "otel": ["kfcomm[otel]"],
     "test": ["kfcomm[test]"],
     "check": ["kfcomm[check]"],
     "search": ["kfcomm[search]"],

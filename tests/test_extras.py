@@ -39,6 +39,7 @@ LACKING: dict[str, tuple[str, str]] = {
 COMMANDS: dict[str, tuple[str, str]] = {
     "tls": ("tls make there", "tls"),
     "bench": ("bench -n 2 --sizes 4B --html x.html", "bench"),
+    "timeline": ("timeline merge traces --otlp http://127.0.0.1:1", "otel"),
     "topologies": ("bench topologies -n 2 --sizes 4B --html x.html", "bench"),
     "simulate": ("simulate --strategy ring --hosts 2x1 --size 4B --html x.html", "bench"),
     "run with checksums": ("run -n 2 --checksum PYTHON -c 'import kfcomm; kfcomm.sync.init()'", "checksum"),

@@ -43,6 +43,7 @@ EXTRAS: Final = {
     "jax": "jax",
     "matplotlib": "bench",
     "ml_dtypes": "bfloat16",
+    "opentelemetry": "otel",
     "prometheus_client": "metrics",
     "ray": "ray",
     "scipy": "train",

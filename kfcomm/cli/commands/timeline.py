@@ -28,13 +28,13 @@ def timeline() -> None:
 @click.option(
     "-o",
     "--output",
-    required=True,
     type=click.Path(dir_okay=False, path_type=Path),
     callback=of_kind(".json"),
     metavar="FILE",
     help="Write the merged trace here.",
 )
-def merge(places: tuple[str, ...], output: Path) -> None:
+@click.option("--otlp", metavar="URL", help="Send calls as spans to this OpenTelemetry collector; needs kfcomm[otel].")
+def merge(places: tuple[str, ...], output: Path | None, otlp: str | None) -> None:
     """Make one trace of those of all ranks, on one clock: for ui.perfetto.dev or chrome://tracing.
 
     The output lists missing and truncated traces, and how each rank's clock was aligned. The exit code is 2 if the
@@ -42,14 +42,23 @@ def merge(places: tuple[str, ...], output: Path) -> None:
 
     \b
       kfcomm timeline merge traces -o merged.json
+      kfcomm timeline merge traces --otlp http://localhost:4318
     """  # noqa: D301  click wants the character, not its name
     from kfcomm.monitor import timeline as traces
 
     with reported_errors():
-        merged = traces.merge(traces.read_files(places), output)
+        if output is not None and otlp is None:
+            merged = traces.merge(traces.read_files(places), output)
+        elif otlp is not None and output is None:
+            from kfcomm.monitor.timeline.otlp import send
+
+            merged = send(traces.read_files(places), otlp)
+        else:
+            raise click.UsageError(f"expected --output or --otlp, got {'both' if output else 'neither'}")
     for line in _told(merged):
         click.echo(line)
-    click.echo(f"{output}: {merged.num_events} events of {len(merged.traces)} ranks")
+    kind = "calls" if otlp else "events"
+    click.echo(f"{output or otlp}: {merged.num_events} {kind} of {len(merged.traces)} ranks")
 
 
 @timeline.command()

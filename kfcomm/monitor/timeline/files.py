@@ -137,6 +137,8 @@ def _about(path: Path, event: Event) -> About:
         if not isinstance(value, kinds[str(field.type)]) or isinstance(value, bool):
             raise _bad(path, 1, f"{field.name}={value!r} must be of type {field.type}")
     about = About(**{field.name: args[field.name] for field in fields(About)})
+    if not abs(about.time_s) < 1 << 33:
+        raise _bad(path, 1, f"time_s={about.time_s!r} must be a time of the wall clock")
     if not 0 <= about.rank < about.size:
         raise _bad(path, 1, f"rank {about.rank} of a world of {about.size}")
     return about

@@ -81,6 +81,20 @@ def aligned(trace: TraceFile, clock: RankClock) -> Iterator[Event]:
         yield event
 
 
+def calls(events: Iterable[Event]) -> Iterator[tuple[Event, Event]]:
+    """Begin and end of each collective of a rank; where it is unfinished, an end at the latest time."""
+    begun: dict[str, Event] = {}
+    last_ns = 0
+    for event in events:
+        last_ns = max(last_ns, event.get("ts", 0))
+        if event["ph"] == "b":
+            begun[event["id"]] = event
+        elif event["ph"] == "e" and event["id"] in begun:
+            yield begun.pop(event["id"]), event
+    for event in begun.values():
+        yield event, {"ts": last_ns, "args": {"outcome": UNFINISHED}}
+
+
 class Unended:
     """Events of a trace that have begun and not ended."""
 
@@ -212,26 +226,22 @@ def summarize(traces: Sequence[TraceFile]) -> Summary:
 
 
 def _gather(found: dict[tuple[str, str, int], TracedCollective], rank: int, events: Iterable[Event]) -> None:
-    open_here: dict[str, TracedCollective] = {}
-    for event in events:
-        args = event["args"]
-        if event["ph"] == "b":
-            seq, group = args.get("seq", 0), str(args.get("group", ""))
-            # Not the id of the event: the ranks agree on group, name and use, and each has ids of its own.
-            key = (group, event["name"], seq)
-            one = found.get(key)
-            if one is None:
-                whose = "kfcomm's own " if event["name"].startswith(OWN_NAMES) else ""
-                what = f"{whose}{args.get('verb')} {event['name']!r} #{seq}"
-                one = found[key] = TracedCollective(
-                    what, args.get("bytes", 0), args.get("strategy", ""), args.get("ranks", 0)
-                )
-            one.posted[rank] = event["ts"]
-            open_here[event["id"]] = one
-        elif event["ph"] == "e" and event["id"] in open_here:
-            one = open_here.pop(event["id"])
-            one.ended[rank] = event["ts"]
-            if args.get("outcome") != "completed":
+    for begin, end in calls(events):
+        args, name, outcome = begin["args"], begin["name"], end["args"].get("outcome")
+        seq, group = args.get("seq", 0), str(args.get("group", ""))
+        # Not the id of the event: the ranks agree on group, name and use, and each has ids of its own.
+        key = (group, name, seq)
+        one = found.get(key)
+        if one is None:
+            whose = "kfcomm's own " if name.startswith(OWN_NAMES) else ""
+            what = f"{whose}{args.get('verb')} {name!r} #{seq}"
+            one = found[key] = TracedCollective(
+                what, args.get("bytes", 0), args.get("strategy", ""), args.get("ranks", 0)
+            )
+        one.posted[rank] = begin["ts"]
+        if outcome != UNFINISHED:
+            one.ended[rank] = end["ts"]
+            if outcome != "completed":
                 one.failed.append(rank)
 
 

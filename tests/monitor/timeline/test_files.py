@@ -53,6 +53,7 @@ GOOD = json.dumps(about())
         (f"[{json.dumps(about(rank=2))}\n]", ":1: rank 2 of a world of 2"),
         (f"[{json.dumps(about(size='2'))}\n]", ":1: size='2' must be of type int"),
         (f"[{json.dumps(about(rank=True))}\n]", ":1: rank=True must be of type int"),
+        (f"[{json.dumps(about(time_s=float('nan')))}\n]", ":1: time_s=nan must be a time of the wall clock"),
         (f"[{GOOD}\n,{{\"ph\":\"i\"\n]", ":2: "),
         (f"[{GOOD}\n,7\n]", ":2: no JSON object"),
         (f"[{GOOD}\n,{{}}\n]", ":2: an event needs texts 'ph' and 'name'"),
