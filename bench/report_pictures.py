@@ -21,10 +21,14 @@ from bench.dashboard import write
 WIDTH = 1240
 ROOT = Path(__file__).parent.parent
 ELASTIC = ("run", "-n", "4", "--elastic", "2:6", "python", str(ROOT / "examples" / "elastic.py"))
+WORKLOAD = "compute 5ms, 4MiB, compute 3ms, 16MiB"
 PAGES: dict[str, tuple[Sequence[str], int]] = {
     "report-topologies.png": (("bench", "topologies", "-n", "4", "--sizes", "1KiB:16MiB", "--iterations", "20"), 600),
     "report-simulate.png": (
         ("simulate", "--strategy", "ring,star,double_tree", "--hosts", "16x4", "--sizes", "1KiB:64MiB"), 760,
+    ),
+    "report-workload.png": (
+        ("simulate", "--strategy", "ring,star,double_tree", "--hosts", "16x1", "--workload", WORKLOAD), 760,
     ),
     "report-elastic.png": (ELASTIC, 1000),
 }  # fmt: skip
