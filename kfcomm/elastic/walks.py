@@ -275,8 +275,11 @@ class Walks:
         if not self._is_within(course):
             granted = (frozenset() if void else mine) | (frozenset() if other_void else others)
             yield from self._convert(granted, uids, was_due=was_due)
-        # A change at the end of a pass would make joining ranks enter a loop that is over.
-        if not (wanted and course.sampler.left):
+        # A change at the end of a loop would make joining ranks enter one that is over.
+        is_over = not (course.sampler.left or (course.passes or 0) > course.sampler.passes + 1)
+        if not wanted or is_over:
+            # Short loops would put it off for ever: their other boundaries are announced, and so a step late.
+            self._has_to_meet = self._has_to_meet or wanted
             return uids
         yield partial(self._change, course)
         return self._comm.births

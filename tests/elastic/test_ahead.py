@@ -261,3 +261,33 @@ async def test_loop_that_ends_before_the_epoch_begins_leaves_nothing(monkeypatch
         assert not job.joined[2].done()
         job.joined[2].cancel()
         await asyncio.gather(*job.joined.values(), return_exceptions=True)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+@pytest.mark.asyncio
+async def test_ranks_join_loops_with_few_steps_a_pass(num_steps: int) -> None:
+    """Most of their boundaries are ends of passes."""
+    async with world(1, elastic=True) as comms:
+        joined: list[asyncio.Task[Any]] = []
+
+        async def main(comm: Any) -> tuple[int, int]:
+            state, most = State(count=0, passes=0), 0
+            async with Elastic(comm, state) as elastic:
+                sampler = ElasticSampler(4 * num_steps, 4, seed=None)
+                async for step in elastic.steps(sampler, passes=10_000):
+                    if step.number == 3 and not joined:
+                        joined.append(asyncio.create_task(other()))
+                    most += comm.size == 2
+                    state.count += 1
+                    state.passes = sampler.passes
+                    if (await comm.all_reduce(np.array([most]), name="most", op="max"))[0] == 10:
+                        break
+                    await asyncio.sleep(0.001)
+            return comm.size, state.count - num_steps * state.passes
+
+        async def other() -> Any:
+            return await main(await comms.join(1))
+
+        size, rest = await asyncio.wait_for(main(comms[0]), 60)
+        assert (size, await joined[0]) == (2, (2, rest))
+        assert 0 < rest <= num_steps
