@@ -43,7 +43,7 @@ SHARED_FROM_NBYTES = 1 << 20
 MAX_KINDS = 256
 """Kinds of buckets, by dtype and size, for which memory is kept."""
 SWAP = "_swap_data_ptr_"
-"""Method of storages by which a bucket's memory is exchanged, with all views of it; 2.7 has none, 2.13 has it."""
+"""Method of storages by which a bucket's memory is exchanged, with all views of it. torch 2.13 has it, 2.7 does not."""
 REDUCERS = frozenset({graph.__file__, distributed.__file__})
 """Files of the innermost Python frame when the reducer calls."""
 
