@@ -72,7 +72,9 @@ def test_ranks_by_hand_wait_for_the_name_of_the_store(
     inside: Callable[[str], list[str]], names: Path, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
-    program.write_text("import kfcomm\nwith kfcomm.sync.init() as comm: print(comm.all_gather_object(comm.rank))\n")
+    # In one write: both ranks have one pipe, and an unbuffered print writes the end of the line by itself.
+    shown = "print(f'{comm.all_gather_object(comm.rank)}\\n', end='')"
+    program.write_text(f"import kfcomm\nwith kfcomm.sync.init() as comm: {shown}\n")
     rank = f"{sys.executable} {program}"
     process = started(
         inside(f"KFCOMM_RANK=1 {rank} & KFCOMM_RANK=0 {rank}; wait $!"),

@@ -266,7 +266,7 @@ async def test_another_server_is_no_etcd() -> None:
         ("etcd://h1/prefix?ca=x", "write etcds://"),
         ("etcds://h1/prefix?cert=x", "expected both cert and key"),
         ("etcds://h1/prefix?ca=/none", "TLS cannot be used"),
-        ("etcds://h1/prefix?key_file=x", "not key_file"),
+        ("etcds://h1/prefix?key_file=x", "got key_file"),
         ("etcd://ann:hidden@h1,h2", "needs a prefix"),
     ],
 )
