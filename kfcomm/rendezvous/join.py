@@ -2,7 +2,8 @@
 
 A world may be joined more than once: by a process that closes its communicator and opens another, or by the next
 program of a script that the launcher runs. Each time is a *generation*; a rank moves to the next one if it is the same
-process again, or if the holder has left. Any other claim of a taken rank is an error of the second claimant alone.
+process again, or if the holder has left. Where rank 0 serves the store, it closes it with its communicator, and each
+generation has a store of its own. Any other claim of a taken rank is an error of the second claimant alone.
 Ranks that disagree on the size all fail, and show both sizes.
 """
 
@@ -23,7 +24,7 @@ from kfcomm.common.version import HOW_TO_AGREE
 from kfcomm.errors import ConfigError, RemoteProtocolError, RendezvousError
 from kfcomm.rendezvous.host import choose_address, host_and_port, is_loopback
 from kfcomm.rendezvous.identity import PeerInfo
-from kfcomm.rendezvous.keyvalue import Exit, MeetRequest, Why, loop_now_s
+from kfcomm.rendezvous.keyvalue import Exit, MeetRequest, StoreClosed, Why, loop_now_s
 from kfcomm.rendezvous.resolving import once_resolved
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.rendezvous.worlds import KFCOMM
@@ -40,6 +41,8 @@ _NONCE_NBYTES = 16
 _SIZE = struct.Struct("<I")
 _MAX_SHOWN = 32
 _MAX_GENERATIONS = 1 << 16
+_LOOK_S = 0.02
+"""Between two looks whether the former store of rank 0 is closed."""
 CONNECTIONS_PER_RANK = 3
 """Most connections of a rank to the store, in general."""
 KEPT_FOR_S = 10.0
@@ -170,7 +173,7 @@ async def join(
     """
     wait_s = settings.timeout_s if timeout_s is None else timeout_s
     begun_s = loop_now_s()
-    generation = await _reported(_claim(settings.size, me, client, wait_s), settings, client)
+    generation = await _reported(_claim_in_time(settings, me, client, begun_s + wait_s), settings, client)
     folder = _folder(generation)
     # the later of two claims sees the earlier one: a disagreement is found at once, and waiting ranks are notified
     await _agree_on_size(await client.collect(folder, 1, unless=_FAULT, timeout_s=0), client, folder)
@@ -294,10 +297,28 @@ class _Claim(NamedTuple):
         return cls(data[:_NONCE_NBYTES], size, peer)
 
 
-async def _claim(size: int, me: PeerInfo, client: StoreClient, timeout_s: float) -> int:
-    """Claim the rank in the first generation where it is free; return that generation."""
-    mine = _Claim(secrets.token_bytes(_NONCE_NBYTES), size, me)
-    for generation in range(_MAX_GENERATIONS):
+async def _claim_in_time(settings: Settings, me: PeerInfo, client: StoreClient, deadline_s: float) -> int:
+    """Claim the rank, and return the generation; wait for the store of this world, where rank 0 serves one for each.
+
+    A rank that closes its communicator and opens another can be there before rank 0 has closed the former store.
+    """
+    mine = _Claim(secrets.token_bytes(_NONCE_NBYTES), settings.size, me)
+    while True:
+        left_s = max(0.0, deadline_s - loop_now_s())
+        try:
+            return await _claim(mine, client, left_s, most=1 if settings.serve else _MAX_GENERATIONS)
+        except StoreClosed as error:
+            if not settings.serve or not left_s:
+                raise
+            client.forget()
+            client.trouble = str(error)
+        await asyncio.sleep(min(_LOOK_S, left_s))
+
+
+async def _claim(mine: _Claim, client: StoreClient, timeout_s: float, *, most: int) -> int:
+    """Claim the rank in the first generation where it is free, of ``most``; return that generation."""
+    me = mine.peer
+    for generation in range(most):
         key = _claim_key(generation, me.rank)
         held = _Claim.from_wire(await client.claim(key, mine.to_wire(), timeout_s=timeout_s))
         if held == mine:
@@ -307,7 +328,9 @@ async def _claim(size: int, me: PeerInfo, client: StoreClient, timeout_s: float)
             raise RendezvousError(
                 f"rank {me.rank} is taken: {held.peer.describe()} holds it, and {me.describe()} claims it too"
             )
-    raise RendezvousError(f"the world has been joined {_MAX_GENERATIONS} times; start another store")
+    if most == 1:
+        raise StoreClosed(f"the store at {client.url} is that of the world before this one; rank 0 has not closed it")
+    raise RendezvousError(f"the world has been joined {most} times; start another store")
 
 
 async def _agree_on_size(found: Mapping[str, bytes], client: StoreClient, folder: str) -> list[_Claim]:

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from kfcomm.rendezvous.keyvalue import Exit, Why
 from kfcomm.rendezvous.settings import Settings
 from kfcomm.rendezvous.store import StoreServer
 from kfcomm.rendezvous.worlds import ARGUMENTS, KFCOMM
+from tests.conformance.worlds import until
 from tests.support import free_port
 
 TOKEN = b"the token of the job"
@@ -160,6 +162,48 @@ async def test_rank_0_serves_where_no_launcher_does() -> None:
         *(rank(Settings(rank=each, size=3, store=url, token=TOKEN, serve=True)) for each in range(3))
     )
     assert worlds == [tuple(map(peer, range(3)))] * 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_same_process", [True, False])
+async def test_a_rank_waits_for_the_next_store_of_rank_0(is_same_process: bool) -> None:
+    """It comes to the next world while rank 0 still serves the store of the one before."""
+
+    async def opened(rank: int) -> tuple[JobStore, PeerInfo]:
+        store = await JobStore.open(settings[rank])
+        return store, peer(rank) if is_same_process else peer(rank, uid=secrets.token_hex(16))
+
+    async def joined(rank: int, store: JobStore, me: PeerInfo) -> tuple[PeerInfo, ...]:
+        return await join(settings[rank], me, store.client, timeout_s=LONG_S)
+
+    url = f"http://127.0.0.1:{free_port()}"
+    settings = [Settings(rank=rank, size=2, store=url, token=TOKEN, serve=True) for rank in range(2)]
+    ranks = [await opened(rank) for rank in range(2)]
+    await asyncio.gather(*(joined(rank, *one) for rank, one in enumerate(ranks)))
+    await ranks[1][0].leave(settings[1], ranks[1][1])
+    await ranks[1][0].close()
+
+    early = await opened(1)
+    world = asyncio.create_task(joined(1, *early))
+    await until(lambda: "world before" in early[0].client.trouble or world.done())
+    await ranks[0][0].leave(settings[0], ranks[0][1])
+    await ranks[0][0].close()
+    late = await opened(0)
+    assert await joined(0, *late) == await world
+    for store, _ in (early, late):
+        await store.close()
+
+
+@pytest.mark.asyncio
+async def test_a_world_that_rank_0_does_not_leave_is_named() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    settings = [Settings(rank=rank, size=2, store=url, token=TOKEN, serve=True) for rank in range(2)]
+    stores = [await JobStore.open(one) for one in settings]
+    await asyncio.gather(*(join(one, peer(one.rank), stores[one.rank].client) for one in settings))
+    with pytest.raises(RendezvousError, match="that of the world before this one; rank 0 has not closed it"):
+        await join(settings[1], peer(1), stores[1].client, timeout_s=0.1)
+    for store in stores:
+        await store.close()
 
 
 @pytest.mark.asyncio
