@@ -28,7 +28,7 @@ class Step:
     are lost during the step.
 
     Attributes:
-        number: number of the step, from 0 since training began; a repeated step keeps its number.
+        number: number of the step, from 0 since training began; a step that is repeated gets the next number.
         indices: indices of the samples that this rank trains on.
         batch: indices of the samples of all ranks.
         sampler: sampler that gave them; ``sampler.passes`` is the number of the pass.

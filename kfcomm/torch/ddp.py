@@ -188,7 +188,8 @@ class CompressionState:
         views = {self.name_of(parameter): gradient.detach() for parameter, gradient in parameters}
         begun: Any = torch.futures.Future()
         # what a callback raises reaches the backward pass; an error set from Python would end the process
-        found = begun.then(partial(self._averaged, compressor, views, bucket.buffer()))
+        # this communicator: after a loss the thread may come to a bucket when the group has another one
+        found = begun.then(partial(self._averaged, self.backend.communicator, compressor, views, bucket.buffer()))
         self._thread.submit(begun.set_result, None)
         return found
 
@@ -199,9 +200,9 @@ class CompressionState:
         work = TorchWork(handle, Ending([buffer], finish, self.backend._completers))
         return work.get_future().then(lambda done: done.value()[0])
 
-    def _averaged(self, compressor: Compressor, views: dict[str, Any], buffer: Any, _: Any) -> Any:
+    def _averaged(self, comm: Communicator, compressor: Compressor, views: dict[str, Any], buffer: Any, _: Any) -> Any:
         try:
-            found = compressor.average(self.backend.communicator, views, name=self.name)
+            found = compressor.average(comm, views, name=self.name)
         except KfcommError as error:
             raise keep(as_torch(error)) from None
         for name, view in views.items():

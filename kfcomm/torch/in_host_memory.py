@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ Arrays = Mapping[str, np.ndarray[Any, Any]]
 class CompressorAverage(Protocol):
     """Way to average gradients, as ``kfcomm.compression`` has it."""
 
-    def __call__(self, comm: Communicator, gradients: Arrays, *, name: str) -> Arrays:
+    def __call__(self, comm: Any, gradients: Arrays, *, name: str) -> Arrays:
         """The averages of arrays by name, in memory of their own or in that of the gradients."""
 
 
@@ -34,7 +35,7 @@ class HostAverage(threading.Thread):
 
     def __init__(self, comm: Communicator, bucket: Bucket, averaging: CompressorAverage) -> None:
         super().__init__(name=f"kfcomm {bucket.name}", daemon=True)
-        self._comm, self._bucket, self._averaging = comm, bucket, averaging
+        self._calls, self._bucket, self._averaging = _Calls(comm), bucket, averaging
         self._error: BaseException | None = None
 
     @override
@@ -49,7 +50,7 @@ class HostAverage(threading.Thread):
         bucket = self._bucket
         whole = bucket.memory.fetched(bucket.tensor)
         views = {one: view.numpy() for one, view in bucket.views_of(whole).items()}  # torch counts no writes here
-        for name, found in self._averaging(self._comm, views, name=bucket.name).items():
+        for name, found in self._averaging(self._calls, views, name=bucket.name).items():
             if found is not views[name]:
                 views[name][...] = found
         bucket.memory.put(bucket.tensor, whole)
@@ -65,7 +66,44 @@ class HostAverage(threading.Thread):
             raise self._error
 
     def cancel(self) -> None:
-        """Do nothing: its calls end by their own timeouts."""
+        """End its call on every rank, and wait until it makes no more: the next pass makes calls by the same names."""
+        self._calls.end()
+        self.join()
+
+
+class _Calls:
+    """The blocking verbs of a communicator, which another thread can end.
+
+    Raises:
+        CancelledError: (each verb) they have been ended.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._latest: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        begin = getattr(self._comm, f"{name}_async", None)
+        if begin is None:
+            return getattr(self._comm, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                if self._is_over:
+                    raise CancelledError
+                self._latest = handle = begin(*args, **kwargs)
+            return handle.result()
+
+        return call
+
+    def end(self) -> None:
+        """Cancel the call under way, and refuse more."""
+        with self._lock:
+            self._is_over = True
+        if self._latest is not None:
+            self._latest.cancel()
 
 
 def adasum(comm: Communicator, gradients: Arrays, *, name: str) -> Arrays:
