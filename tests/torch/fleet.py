@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -56,6 +57,9 @@ class Fleet:
 
     def stop(self) -> None:
         """End them."""
+        codes = {rank: process.exitcode for rank, (process, _) in enumerate(self._ranks)}
+        if ended := {rank: code for rank, code in codes.items() if code is not None}:
+            raise AssertionError(f"ranks have ended by themselves, with these exit codes: {ended}")
         for process, pipe in self._ranks:
             pipe.send(None)
             process.join()
@@ -69,6 +73,7 @@ class Fleet:
 def _serve(rank: int, size: int, pipe: Connection, folder: str) -> None:
     os.environ.update(OMP_NUM_THREADS="1", TMPDIR=folder)
     tempfile.tempdir = folder
+    faulthandler.enable()
     import torch
 
     torch.set_num_threads(1)

@@ -23,7 +23,11 @@ if number == 3:
 else:
     dist.init_process_group("kfcomm", init_method=f"file://{os.getcwd()}/meeting", rank=rank, world_size=3)
     dist.all_reduce(torch.ones(2))
+    pathlib.Path(f"met-{number}").touch()
     if number == 1:
+        # A rank may end its part of a call, and die, before the call has succeeded on the others.
+        while not all(pathlib.Path(f"met-{other}").exists() for other in (0, 2)):
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(kfcomm.PeerLost):
         dist.all_reduce(torch.ones(2))
