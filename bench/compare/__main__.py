@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT
+from bench.compare.contenders.base import UnavailableError
 from bench.compare.launch import LAUNCHES, Pythons
 from bench.compare.record import from_record, to_record
 from bench.compare.rounds import Figures, Plan, TakesTurns, measure
@@ -32,6 +33,8 @@ class Run:
     def __init__(self, pythons: Pythons, plan: Plan, folder: Path) -> None:
         self.results: dict[tuple[int, str], dict[Entry, Figures]] = {}
         self.versions: dict[str, dict[str, str]] = {}
+        self.skipped: dict[str, str] = {}
+        """Contenders that cannot be used on this machine, and why."""
         self.failures: list[str] = []
         self._pythons = pythons
         self._plan = plan
@@ -53,11 +56,16 @@ class Run:
                     say(f"  {seconds(figures.median_s):>8}  {entry}")
 
     def _started(self, name: str, ranks: int) -> World | None:
+        if name in self.skipped:
+            return None
         try:
             return World(LAUNCHES[name], ranks, self._pythons, self._folder / f"{name}-{ranks}")
+        except UnavailableError as error:
+            self.skipped[name] = str(error)
+            say(f"{LAUNCHES[name].title}: skipped: {error}")
         except (WorldError, LookupError) as error:
             self._note(str(error))
-            return None
+        return None
 
     def _failed(self, entry: Entry, error: WorldError) -> None:
         self._note(f"{entry}: {error}")
@@ -72,25 +80,27 @@ def main() -> int:
     options = parser().parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if options.show:
-        print(render(from_record(json.loads(options.show.read_text()))))
+        shown = json.loads(options.show.read_text())
+        print(render(from_record(shown), versions=shown["versions"], skipped=shown.get("skipped", {})))
         return 0
     record = Record("compare", options.output or default_output(quick=options.quick))
     machine = record.machine
     if machine["load_average_before"][0] > machine["cores"] / 4:
         say(f"this machine is busy, load {machine['load_average_before'][0]}: the figures are those of a busy machine")
     plan = QUICK if options.quick else Plan(rounds=options.rounds)
-    pythons = Pythons(openmpi=options.openmpi_python, mpich=options.mpich_python)
+    pythons = Pythons(torch=options.torch_python, openmpi=options.openmpi_python, mpich=options.mpich_python)
     left_out = frozenset(name for name in LAUNCHES if any(name.startswith(prefix) for prefix in options.without))
     wanted = [case for case in cases(without=left_out) if case.work.name in options.works]
     with tempfile.TemporaryDirectory(prefix="kfcompare-") as folder:
         run = Run(pythons, plan, Path(folder))
         for ranks in dict.fromkeys(case.ranks for case in wanted):
             run.with_ranks(ranks, [case for case in wanted if case.ranks == ranks])
-    print(render(run.results))
+    print(render(run.results, versions=run.versions, skipped=run.skipped))
     about = {
         "rounds": plan.rounds,
         "versions": run.versions,
         "commands": {name: command(name) for name in run.versions},
+        "skipped": run.skipped,
         "failures": run.failures,
     }
     record.write(to_record(run.results, about))
@@ -117,6 +127,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=Plan().rounds, help="rounds that count (default %(default)s)")
     made.add_argument("--works", nargs="+", choices=list(WORKS), default=list(WORKS), help="only these")
     made.add_argument("--without", nargs="+", default=[], metavar="PREFIX", help="contenders to leave out, as mpich")
+    made.add_argument("--torch-python", help="interpreter with torch, for Gloo, and DeepSpeed (default: this one)")
     made.add_argument("--openmpi-python", help="interpreter with mpi4py and Open MPI")
     made.add_argument("--mpich-python", help="interpreter with mpi4py and MPICH")
     made.add_argument("--output", type=Path, help="where the record goes (default: bench/results/DATE.json)")

@@ -16,9 +16,13 @@ WORKER = ("-m", "bench.compare.worker")
 
 @dataclass(frozen=True, slots=True)
 class Pythons:
-    """Interpreters: this one has kfcomm, torch and NumPy; MPI's have mpi4py, NumPy and one MPI library each."""
+    """Interpreters, each with NumPy: own has kfcomm, MPI's have mpi4py and one MPI library each, torch's has torch.
+
+    The last may have DeepSpeed. Without it, Gloo and DeepSpeed are looked for beside kfcomm.
+    """
 
     own: str = sys.executable
+    torch: str | None = None
     openmpi: str | None = None
     mpich: str | None = None
 
@@ -63,6 +67,11 @@ def own(pythons: Pythons) -> str | None:
     return pythons.own
 
 
+def newest_torch(pythons: Pythons) -> str | None:
+    """Workers in the environment of the newest torch."""
+    return pythons.torch or pythons.own
+
+
 def openmpi(pythons: Pythons) -> str | None:
     """Workers in Open MPI's environment."""
     return pythons.openmpi
@@ -99,6 +108,8 @@ MPICH_TCP = {
     "FI_PROVIDER": "tcp",
     "FI_TCP_IFACE": "lo",
 }
+# One thread in DeepSpeed's loops, as in torch's. The accelerator is named, so that it looks for no other.
+DEEPSPEED_SETTINGS = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 LAUNCHES = {
     "kfcomm": Launch("kfcomm", "kfcomm-async", kfcomm_run("auto"), own),
@@ -106,7 +117,8 @@ LAUNCHES = {
     "kfcomm-symmetric": Launch("kfcomm, comm.empty", "kfcomm-symmetric", kfcomm_run("auto"), own),
     "kfcomm-tcp": Launch("kfcomm TCP", "kfcomm-async", kfcomm_run("tcp"), own),
     "kfcomm-tcp-blocking": Launch("kfcomm TCP, blocking", "kfcomm-blocking", kfcomm_run("tcp"), own),
-    "gloo": Launch("Gloo", "gloo", None, own, {"GLOO_SOCKET_IFNAME": "lo"}),
+    "gloo": Launch("Gloo", "gloo", None, newest_torch, {"GLOO_SOCKET_IFNAME": "lo"}),
+    "deepspeed": Launch("DeepSpeed shared memory", "deepspeed", None, newest_torch, DEEPSPEED_SETTINGS),
     "openmpi": Launch(
         "Open MPI shared memory", "mpi", mpiexec(*OVERSUBSCRIBED, *OPENMPI_SHARED), openmpi, OPENMPI_SETTINGS
     ),

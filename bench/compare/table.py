@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
+from bench.compare.launch import LAUNCHES
 from bench.compare.rounds import Figures
 from bench.compare.rows import BLOCKING, ROWS, Rival, Row
 from bench.compare.works import Entry
@@ -84,11 +86,26 @@ def line(row: Row, rival: Rival, measured: Mapping[Entry, Figures]) -> Line:
     )
 
 
-def render(results: Results, rows: tuple[Row, ...] = ROWS) -> str:
-    """The table as text."""
+def render(
+    results: Results,
+    rows: tuple[Row, ...] = ROWS,
+    *,
+    versions: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    skipped: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """The table as text.
+
+    Args:
+        results: what was measured.
+        rows: which comparisons to show.
+        versions: of the libraries of each contender.
+        skipped: contenders without lines in the table, and why.
+    """
     cells = [HEAD]
     shown: Row | None = None
     for one in lines(results, rows):
+        if all(entry.contender in skipped for entry in one.rival.entries):
+            continue
         first = one.row is not shown
         shown = one.row
         cells.append(
@@ -106,7 +123,19 @@ def render(results: Results, rows: tuple[Row, ...] = ROWS) -> str:
     notes = [f"{row.title}: {row.note}." for row in rows if row.note and (row.ranks, row.work.name) in results]
     if (idle := idle_share(results)) is not None:
         notes.append(f"An idle communicator uses {idle:.2%} of a core; at most {IDLE_MAXIMUM:.0%} is allowed.")
+    notes += [f"{LAUNCHES[name].title}: skipped: {reason}" for name, reason in skipped.items()]
+    if versions:
+        notes.append(f"Versions: {'; '.join(versioned(versions))}.")
     return "\n".join([*aligned(cells), *([""] if notes else []), *notes])
+
+
+def versioned(versions: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """``Gloo: torch 2.15.0`` for each contender in the order of `LAUNCHES`; only the first of those that are alike."""
+    texts: dict[str, str] = {}
+    for name in (name for name in LAUNCHES if name in versions):
+        text = ", ".join(f"{library} {version}" for library, version in versions[name].items())
+        texts.setdefault(text, LAUNCHES[name].title)
+    return [f"{title}: {text}" for text, title in texts.items()]
 
 
 def idle_share(results: Results) -> float | None:

@@ -16,7 +16,7 @@ import time
 from importlib import import_module
 from typing import Any
 
-from bench.compare.contenders.base import Contender
+from bench.compare.contenders.base import Contender, UnavailableError
 from bench.compare.data import Data
 from bench.compare.works import WORKS, Mode
 
@@ -25,6 +25,7 @@ CONTENDERS = {
     "kfcomm-blocking": ("kfcomm_blocking", "Blocking"),
     "kfcomm-symmetric": ("kfcomm_blocking", "Symmetric"),
     "gloo": ("gloo", "Gloo"),
+    "deepspeed": ("deepspeed", "DeepSpeed"),
     "mpi": ("mpi", "Mpi"),
     "copy": ("floors", "Copy"),
     "sockets": ("floors", "Sockets"),
@@ -34,13 +35,20 @@ PACKET_NBYTES = 1 << 16
 
 
 def main() -> None:
-    """Joins the world, then takes turns until told to leave."""
+    """Joins the world, then takes turns until told to leave. Reports why, where the contender is unavailable."""
     module, name = CONTENDERS[sys.argv[1]]
-    contender: Contender = getattr(import_module(f"bench.compare.contenders.{module}"), name)()
+    make = getattr(import_module(f"bench.compare.contenders.{module}"), name)
+    contender: Contender | None = None
+    try:
+        contender = make()
+        report: dict[str, Any] = {"versions": contender.versions()}
+    except UnavailableError as error:
+        report = {"unavailable": str(error)}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
         caller.connect(os.environ["COMPARE_SOCKET"])
-        send(caller, {"versions": contender.versions()})
-        Worker(contender).serve(caller)
+        send(caller, report)
+        if contender is not None:
+            Worker(contender).serve(caller)
 
 
 class Worker:

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from bench import ROOT
+from bench.compare.contenders.base import UnavailableError
 from bench.compare.launch import Launch, Pythons
 from bench.compare.worker import PACKET_NBYTES
 from bench.compare.works import Mode, Work
@@ -72,6 +73,7 @@ class World:
     Raises:
         WorldError: from the constructor and from ``turn``.
         LookupError: from the constructor: the contender is not installed.
+        UnavailableError: from the constructor: the contender cannot be used on this machine.
     """
 
     def __init__(self, launch: Launch, ranks: int, pythons: Pythons, folder: Path) -> None:
@@ -130,7 +132,10 @@ class World:
             self._await(listener)
             worker, _ = listener.accept()
             self._workers.append(worker)
-            self.versions.update(self._message(worker)["versions"])
+            report = self._message(worker)
+            if "unavailable" in report:
+                raise UnavailableError(report["unavailable"])
+            self.versions.update(report["versions"])
 
     def _tell(self, message: dict[str, Any]) -> None:
         packet = json.dumps(message).encode()

@@ -63,6 +63,10 @@ class Contender(ABC):
         """Takes leave of the other ranks. All of them call it."""
 
 
+class UnavailableError(Exception):
+    """The library cannot be used on this machine. The text is the reason for which it is skipped."""
+
+
 class WrongResultError(Exception):
     """A result is not what it must be: no figure of this contender is worth anything."""
 
