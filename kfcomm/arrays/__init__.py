@@ -23,8 +23,8 @@ from kfcomm.arrays.kinds import NUMPY, ArrayKind, OnStream, host_kind_of, is_arr
 from kfcomm.errors import ConfigError
 
 __all__ = [
-    "HostArray", "OutArray", "OutList", "adapt", "adapt_out", "dtype_name", "dtype_of", "form_of", "holds_arrays",
-    "is_list", "overlaps", "same_memory",
+    "HostArray", "OutArray", "OutList", "adapt", "adapt_out", "address_of", "dtype_name", "dtype_of", "form_of",
+    "holds_arrays", "is_list", "overlaps", "same_memory",
 ]  # fmt: skip
 
 
@@ -215,7 +215,7 @@ def same_memory(a: Array, b: Array) -> bool:
     """Whether two arrays are the same bytes in the same order (true for an array and itself, unless empty)."""
     if not np.may_share_memory(a, b):
         return False
-    return a is b or (a.nbytes == b.nbytes and a.strides == b.strides and _address(a) == _address(b))
+    return a is b or (a.nbytes == b.nbytes and a.strides == b.strides and address_of(a) == address_of(b))
 
 
 def overlaps(a: Array, b: Array) -> bool:
@@ -228,5 +228,6 @@ def overlaps(a: Array, b: Array) -> bool:
     return (a.flags.c_contiguous and b.flags.c_contiguous) or np.shares_memory(a, b)
 
 
-def _address(array: Array) -> int:
+def address_of(array: Array) -> int:
+    """Address of its first element."""
     return int(array.__array_interface__["data"][0])

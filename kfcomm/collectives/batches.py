@@ -112,7 +112,7 @@ class Batch:
             result = np.empty(plan.result_count, plan.dtype)
             return result, result, None
         (item,) = unit.items
-        return result_memory(plan, item.array, self.shape_of(item), item.out, self.spec.in_place)
+        return result_memory(plan, item.array, self.shape_of(item), item.out, 0 if self.spec.in_place else None)
 
     def results(self, unit: Unit, found: Any) -> list[Any]:
         """The results of a unit, of the callers' kinds; those of one unit share memory, but for ``out`` and gathers."""

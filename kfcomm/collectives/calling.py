@@ -57,7 +57,7 @@ class Posting(NamedTuple):
     array: HostArray | None = None  # input of this rank, if any
     shape: Shape | None = None  # of this rank's result; None if it gets none
     target: Out | None = None  # the caller's memory for the result
-    in_place: bool = False  # the result may be made in the memory of the input
+    input_at: int | None = None  # element of the result from which on the input may lie there; None: nowhere
     alike: Arguments | None = None  # with which the next use of the name may be made without checks; None: by none
 
 
@@ -149,7 +149,8 @@ class VerbCalls:
         alike: Arguments | None = None
         if type(x) is np.ndarray and wire is None and not (options.is_step or options.shared):
             alike = spec.arguments(op if isinstance(op, Hashable) else chosen, options.root)
-        posting = Posting((Plans.of, kind, name or UNNAMED), array, shape, target, spec.in_place, alike)
+        input_at = spec.input_at(self._group.view.rank, array.size)
+        posting = Posting((Plans.of, kind, name or UNNAMED), array, shape, target, input_at, alike)
         return self._begin(name, posting, options, handle=handle)
 
     def _target(self, spec: VerbSpec, out: Any, shape: Shape | None, array: HostArray) -> Out | None:
@@ -290,7 +291,7 @@ class VerbCalls:
         made: Handle[Any] = Handle(loop=group.engine.loop) if handle is None else handle
 
         def post() -> None:
-            plan, array, shape, target, in_place, alike = posting
+            plan, array, shape, target, input_at, alike = posting
             if later is None:
                 key, seq = name or UNNAMED, None
                 plans = group.plans_along(options.strategy, key)
@@ -298,7 +299,7 @@ class VerbCalls:
                 key, seq, plans = later.key, later.seq, later.plans
             try:
                 chosen = plan[0](plans, *plan[1:])
-                result, value, outcome = result_memory(chosen, array, shape, target, in_place)
+                result, value, outcome = result_memory(chosen, array, shape, target, input_at)
             except Exception as error:  # noqa: BLE001  no memory for the result, perhaps: the other ranks are told
                 made.seq = group.refuse_now(key, error, seq=seq)
                 made.set_exception(error)
@@ -360,17 +361,21 @@ def checked_op(op: Any, dtype: np.dtype[Any]) -> Op:
 
 
 def result_memory(
-    plan: Plan, array: HostArray | None, shape: Shape | None, target: Out | None, in_place: bool
+    plan: Plan, array: HostArray | None, shape: Shape | None, target: Out | None, input_at: int | None
 ) -> tuple[Array | None, Any, Callable[[Any], Any] | None]:
-    """Return memory for the result, and the caller's result: see ``Operation`` for ``value`` and ``outcome``."""
+    """Return memory for the result, and the caller's result: see ``Operation`` for ``value`` and ``outcome``.
+
+    ``input_at``: see `Posting`.
+    """
     if array is None or shape is None:
         return None, None, None
     if target is None:
         result = np.empty(plan.result_count, plan.dtype)
         value = result if len(shape) == 1 else result.reshape(shape)
         return result, value, None if array.kind is NUMPY else array.kind.restore
-    flat = target.flat
-    if overlaps(flat, array.flat) or (not in_place and same_memory(flat, array.flat)):
+    flat, given = target.flat, array.flat
+    is_in_place = input_at is not None and same_memory(flat[input_at : input_at + given.size], given)
+    if not is_in_place and (overlaps(flat, given) or same_memory(flat, given)):
         scratch = np.empty(plan.result_count, plan.dtype)
 
         def copied(target: Out) -> Any:

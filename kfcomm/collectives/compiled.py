@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 
+from kfcomm.arrays import address_of
 from kfcomm.arrays.dtypes import fits
 from kfcomm.collectives.slot_use import Over, SlotUse
 from kfcomm.collectives.specs import SPECS, Arguments, Shape
@@ -167,7 +168,7 @@ class CompiledName(Compiled):
     ``form``: dtype and shape of this rank's array in the first use, and shape of its result; None if it gets none.
     """
 
-    __slots__ = ("_dtype", "_gets", "_is_flat", "_is_in_place", "_maker", "_shape")
+    __slots__ = ("_dtype", "_gets", "_input_at", "_is_flat", "_is_in_place", "_maker", "_shape")
 
     def __init__(
         self, group: Group, name: str | None, arguments: Arguments, plan: Plan,
@@ -182,7 +183,10 @@ class CompiledName(Compiled):
         self._shape = shape
         self._gets = gets
         self._is_flat = len(shape) == 1 and (gets is None or len(gets) == 1)
-        self._is_in_place = gets is not None and SPECS[arguments[0]].in_place
+        spec = SPECS[arguments[0]]
+        self._is_in_place = gets is not None and spec.in_place
+        at = spec.input_at(group.view.rank, nbytes) if gets is not None and spec.is_stacked else None
+        self._input_at = at  # in bytes, see `Posting`, where a result is larger than the input
         # One call either way, of something that is not Python: no test, no look-up of what is known.
         self._maker: Callable[[], Any] = NoneType if gets is None else _maker(gets, dtype)
 
@@ -236,8 +240,10 @@ class CompiledName(Compiled):
             return False
         if out.shape != self._gets and not fits(out.shape, self._gets):
             return False
+        if not (out.flags.c_contiguous and out.flags.writeable):
+            return False
         # Two contiguous arrays share memory if their bounds do.
-        return out.flags.c_contiguous and out.flags.writeable and not np.may_share_memory(x, out)
+        return not np.may_share_memory(x, out) or self._input_at == address_of(x) - address_of(out)
 
 
 class CompiledCall(Compiled):

@@ -68,6 +68,12 @@ class VerbSpec:
         """Whether the result has one axis more, for the ranks."""
         return self.shape is ResultShape.STACKED
 
+    def input_at(self, rank: int, count: int) -> int | None:
+        """Element of the result from which on the input, of ``count`` elements, may lie there; None: nowhere."""
+        if self.is_stacked:
+            return rank * count
+        return 0 if self.in_place else None
+
     def arguments(self, op: Any, root: Any) -> Arguments:
         """Key by which two calls under one name are compared: if equal, the second may use the plan of the first."""
         found: Arguments = (self.verb, op) if self.folds else (self.verb,)

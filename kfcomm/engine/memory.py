@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from kfcomm.arrays import same_memory
 from kfcomm.core.machine import INPUT, PARTIAL, RESULT
 from kfcomm.errors import InternalError
 
@@ -150,7 +151,9 @@ class OperationMemory:
         """Make the result of the input."""
         if lane.count:
             start, stop = self._bounds(lane, index)
-            self._part(lane, RESULT, start, stop)[:] = self._part(lane, INPUT, start, stop)
+            source, result = self._part(lane, INPUT, start, stop), self._part(lane, RESULT, start, stop)
+            if not same_memory(source, result):
+                result[:] = source
 
     def begin_partial(self, lane: Lane, index: int) -> None:
         """Make the partial result of the input."""

@@ -141,6 +141,44 @@ async def test_in_place(verb: str) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("verb", ["all_gather", "gather"])
+@pytest.mark.parametrize("size", [1, 3])
+async def test_input_in_its_row_of_out(size: int, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No use but the first needs all checks."""
+    root = () if verb == "all_gather" else (0,)
+    for count in (3, 4099, DIRECT_NBYTES // 4 + 1):
+        async with world(size, strategy="direct") as comms:
+            for use in range(USES):
+                xs = [oracle.data("float32", count, 10 * use + rank) for rank in range(size)]
+                outs = [np.full((size, count), -1, np.float32) for _ in xs]
+                for rank, x in enumerate(xs):
+                    outs[rank][rank] = x
+                if use:
+                    monkeypatch.setattr(Communicator, "_begin", None)
+                results = await everywhere(
+                    comms,
+                    lambda comm, outs=outs: getattr(comm, verb)(
+                        outs[comm.rank][comm.rank], *root, "x", out=outs[comm.rank]
+                    ),
+                )
+                for rank in range(1 if root else size):
+                    assert results[rank] is outs[rank]
+                    assert same_bits(outs[rank], np.stack(xs))
+            monkeypatch.undo()
+
+
+@pytest.mark.asyncio
+async def test_input_in_another_row_of_out() -> None:
+    async with world(3, strategy="direct") as comms:
+        for _ in range(USES):
+            outs = [np.full((3, 5), rank, np.int64) for rank in range(3)]
+            await everywhere(
+                comms, lambda comm, outs=outs: comm.all_gather(outs[comm.rank][1], "x", out=outs[comm.rank])
+            )
+            assert all(same_bits(out, np.repeat([[0], [1], [2]], 5, axis=1)) for out in outs)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", VERBS)
 async def test_long_arrays_travel_in_chunks(verb: str) -> None:
     call, expect = VERBS[verb]
