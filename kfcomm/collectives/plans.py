@@ -148,9 +148,9 @@ class Planner:
         chunk, graphs = self._prepare_parts(dtype, math.prod(shape), wire)
         row = row_elements(shape)
         counts = [rows * row for _, rows in split(shape[0], self.size)]
-        program = programs.reduce_scatter(self.rank, graphs.rooted, counts, chunk)
+        program = self._scattering(graphs, counts, chunk, wire)
         plan = self._plan(PlanKey(Verb.REDUCE_SCATTER, dtype, shape, op, wire=wire), program, graphs, counts[self.rank])
-        return _in_slots(plan, graphs, wire, shown.reduce_scattered, counts, self.rank)
+        return self._scattered(plan, graphs, wire, counts)
 
     def reduce_scatter_parts(
         self, dtype: np.dtype[Any], shapes: tuple[Shape, ...], op: Op, wire: WireDtype = None
@@ -159,10 +159,10 @@ class Planner:
         counts = [math.prod(shape) for shape in shapes]
         total = (sum(counts),)
         chunk, graphs = self._prepare_parts(dtype, sum(counts), wire)
-        program = programs.reduce_scatter(self.rank, graphs.rooted, counts, chunk)
+        program = self._scattering(graphs, counts, chunk, wire)
         kept = counts[self.rank]
         plan = self._plan(PlanKey(Verb.REDUCE_SCATTER, dtype, total, op, wire=wire), program, graphs, kept, shapes)
-        return _in_slots(plan, graphs, wire, shown.reduce_scattered, counts, self.rank)
+        return self._scattered(plan, graphs, wire, counts)
 
     def broadcast(self, dtype: np.dtype[Any], shape: Shape, root: int, wire: WireDtype = None) -> Plan:
         """Every rank gets the root's input."""
@@ -189,6 +189,8 @@ class Planner:
         counts, chunk, graphs = self._prepare_rows(dtype, shape, rows, wire)
         program = programs.all_gather(self.rank, graphs.rooted, counts, chunk)
         plan = self._plan(PlanKey(Verb.ALL_GATHER, dtype, shape, wire=wire), program, graphs, sum(counts), rows)
+        if graphs.direct is Direct.CHAINS and wire is None:
+            return replace(plan, work=shown.gathered_in_windows(plan.work, counts, self.rank))
         return _in_slots(plan, graphs, wire, shown.gathered, counts, self.rank)
 
     def scatter(self, dtype: np.dtype[Any], shape: Shape, root: int, rows: tuple[int, ...]) -> Plan:
@@ -237,6 +239,17 @@ class Planner:
         )  # fmt: skip
         program = programs.elsewhere(self.rank, self.size)
         return Plan(signature, program, ItemSizes(1, 1), Work(None, None, self.size, in_result=False), -1)
+
+    def _scattering(self, graphs: Strategy, counts: Sequence[int], chunk: int, wire: WireDtype) -> Program:
+        # Chains do not lead from the hub of a slot to every rank, and links show ranks the heaps of others.
+        with_signals = graphs.direct is Direct.CHAINS and wire is None and self.size > 2
+        return programs.reduce_scatter(self.rank, graphs.rooted, counts, chunk, with_signals=with_signals)
+
+    def _scattered(self, plan: Plan, graphs: Strategy, wire: WireDtype, counts: Sequence[int]) -> Plan:
+        """Return the plan of a reduce_scatter for slots, if it can be."""
+        if graphs.direct is Direct.CHAINS and wire is None:
+            return replace(plan, work=shown.reduce_scattered_in_windows(plan.work, counts, self.rank))
+        return _in_slots(plan, graphs, wire, shown.reduce_scattered, counts, self.rank)
 
     def _hosted(self, plan: Plan, pairs: Sequence[GraphPair], count: int) -> Plan:
         """Return the plan with this host's part in a slot, if the graphs make a star of the host."""

@@ -311,12 +311,19 @@ def all_gather(rank: int, rooted: Callable[[int], GraphPair], counts: Sequence[i
 
 
 def reduce_scatter(
-    rank: int, rooted: Callable[[int], GraphPair], counts: Sequence[int], chunk_elements: int
-) -> Program:
-    """Reduce all inputs, and leave ``counts[r]`` elements of the result on every rank ``r``."""
+    rank: int, rooted: Callable[[int], GraphPair], counts: Sequence[int], chunk_elements: int, *,
+    with_signals: bool = False,
+) -> Program:  # fmt: skip
+    """Reduce all inputs, and leave ``counts[r]`` elements of the result on every rank ``r``.
+
+    ``with_signals``: an empty chunk also goes from every rank to all.
+    """
     builder = Builder(rank, chunk_elements)
     for receiver, (offset, count) in enumerate(_offsets(counts)):
         builder.tree(rooted(receiver), count, up=True, input_offset=offset)
+    if with_signals:
+        for sender in range(len(counts)):
+            builder.tree(rooted(sender), 0, down=True)
     return builder.build()
 
 

@@ -105,6 +105,16 @@ def reduce_scattered(work: Work, counts: Sequence[int], rank: int) -> SharedWork
     return SharedWork(work, cut, _folded_from(work, rank) if end > begin else do_nothing)
 
 
+def reduce_scattered_in_windows(work: Work, counts: Sequence[int], rank: int) -> SharedWork:
+    """As ``reduce_scattered``, of long inputs, folded as along a chain."""
+    cut = Cut(
+        sum(counts), work.item, work.size, is_turned=True, is_scattered=True, bounds=_places(counts),
+        gives=lambda _, reader: counts[reader],
+    )  # fmt: skip
+    kernel = work.kernel
+    return SharedWork(work, cut, do_nothing if kernel is None else partial(_fold, kernel, work.size, True))
+
+
 def broadcast(work: Work, counts: Sequence[int], rank: int, root: int) -> SharedWork:
     """Each takes ``counts[rank]`` elements of what the root gives, one after the other; or all, if all take as much."""
     begin, end = _bounds(counts)[rank] if len(counts) > 1 else (0, counts[0])
@@ -127,6 +137,15 @@ def gathered(work: Work, counts: Sequence[int], rank: int, root: int | None = No
     return SharedWork(work, cut, _joined([(0, one) for one in counts]) if is_mine else do_nothing, root or 0)
 
 
+def gathered_in_windows(work: Work, counts: Sequence[int], rank: int) -> SharedWork:
+    """As ``gathered`` on all ranks, of long inputs."""
+    cut = Cut(
+        max(counts), work.item, work.size, is_turned=True, is_gathered=True, bounds=_places(counts),
+        gives=lambda giver, _: counts[giver],
+    )  # fmt: skip
+    return SharedWork(work, cut, do_nothing)
+
+
 def exchanged(work: Work, counts: Sequence[Sequence[int]], rank: int) -> SharedWork:
     """Each takes its part of what each gives, ``counts[r][rank]`` elements of rank r."""
     mine = [_bounds(row)[rank] for row in counts]
@@ -137,6 +156,10 @@ def exchanged(work: Work, counts: Sequence[Sequence[int]], rank: int) -> SharedW
         gives=lambda giver, reader: counts[giver][reader],
     )  # fmt: skip
     return SharedWork(work, cut, _joined([(begin - reads[0], end - reads[0]) for begin, end in mine]))
+
+
+def _places(counts: Sequence[int]) -> list[tuple[int, int]]:
+    return [(begin, end - begin) for begin, end in _bounds(counts)]
 
 
 def _bounds(counts: Sequence[int]) -> list[tuple[int, int]]:

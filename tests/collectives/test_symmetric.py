@@ -82,6 +82,69 @@ async def test_any_arrays_of_any_ranks(which: str, outs: str) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("verb", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("which", ["none", "some", "all"])
+@pytest.mark.parametrize("size", [2, 3])
+async def test_other_verbs_with_any_arrays_of_any_ranks(size: int, which: str, verb: str) -> None:
+    async with world(size, strategy="direct") as comms:
+        xs = [oracle.data("float32", LENGTH, rank) for rank in range(size)]
+        is_gather = verb == "all_gather"
+        want = [np.stack(xs)] * size if is_gather else oracle.reduce_scattered("sum", xs, comms[0].strategy)
+        for use in range(WARM + 4):
+            given = [
+                moved(comm, x) if which == "all" or (which == "some" and (comm.rank + use) % 2) else x.copy()
+                for comm, x in zip(comms, xs, strict=True)
+            ]
+            into: list[Any] = [None] * size
+            for rank, comm in enumerate(comms):
+                if (rank + use) % 3 == 1:
+                    into[rank] = np.empty_like(want[rank])
+                elif (rank + use) % 3 == 2:
+                    into[rank] = comm.empty(want[rank].shape, np.float32)
+                if is_gather and use % 2 and into[rank] is not None:
+                    into[rank][rank] = given[rank]
+                    given[rank] = into[rank][rank]
+            results = await everywhere(
+                comms,
+                lambda comm, given=given, into=into: getattr(comm, verb)(given[comm.rank], "x", out=into[comm.rank]),
+            )
+            for rank in range(size):
+                assert same_bits(results[rank], want[rank]), (use, rank)
+                assert into[rank] is None or results[rank] is into[rank]
+                assert same_bits(given[rank], xs[rank])
+        if slots := slots_of(comms, "x"):
+            assert not any(slot.is_dead for slot in slots)
+            assert all(slot._is_in_place for slot in slots)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("dtype", "op"), CASES)
+async def test_scattered_bits_of_all_dtypes_and_ops(dtype: str, op: str, size: int) -> None:
+    async with world(size, strategy="direct") as comms:
+        xs = [oracle.data(dtype, 601, rank) for rank in range(size)]
+        want = oracle.reduce_scattered(op, xs, comms[0].strategy)
+        for _ in range(WARM + 1):
+            results = await everywhere(comms, lambda comm: comm.reduce_scatter(xs[comm.rank], "x", op=op))
+            assert all(same_bits(result, one) for result, one in zip(results, want, strict=True))
+
+
+@pytest.mark.asyncio
+async def test_parts_of_any_size() -> None:
+    """Also parts that are empty, and contributions."""
+    async with world(3, strategy="direct") as comms:
+        lengths = (0, 700, 31)
+        given = [[oracle.data("int64", length, rank) for length in lengths] for rank in range(3)]
+        for _ in range(WARM + 1):
+            parts = await everywhere(comms, lambda comm: comm.reduce_scatter(given[comm.rank], "parts"))
+            for rank in range(3):
+                assert same_bits(parts[rank], sum(one[rank] for one in given))
+            rows = [given[rank][rank] for rank in range(3)]
+            found = await everywhere(comms, lambda comm, rows=rows: comm.all_gather(rows[comm.rank], concat=True))
+            assert all(same_bits(result, np.concatenate(rows)) for result in found)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(("dtype", "op"), CASES)
 async def test_all_dtypes_and_ops(dtype: str, op: str) -> None:
     async with world(4, strategy="direct") as comms:
@@ -133,6 +196,27 @@ async def test_no_rank_completes_before_its_result_was_read() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("verb", ["all_gather", "reduce_scatter"])
+async def test_no_rank_completes_before_what_it_gave_was_read(verb: str) -> None:
+    async with world(3, strategy="direct") as comms:
+        given = [comm.empty((3, LENGTH)) for comm in comms]
+
+        async def rank(comm: Communicator) -> None:
+            x = given[comm.rank]
+            for use in range(40):
+                x[:] = use + comm.rank
+                found = await getattr(comm, verb)(x, "x")
+                for other in range(3):
+                    assert verb == "reduce_scatter" or (found[other] == use + other).all()
+                assert verb == "all_gather" or (found == 3 * use + 3).all()
+                x[:] = -1
+                if (use + comm.rank) % 3 == 0:
+                    await asyncio.sleep(0)
+
+        await asyncio.gather(*(rank(comm) for comm in comms))
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("who", [0, 1, 2])
 async def test_after_a_failure_no_rank_reads_what_was_in_place(who: int) -> None:
     async with world(3, strategy="direct") as comms:
@@ -156,6 +240,37 @@ async def test_after_a_failure_no_rank_reads_what_was_in_place(who: int) -> None
         given[who][:] = 1
         for result in await everywhere(comms, lambda comm: comm.all_reduce(given[comm.rank], "x")):
             assert (result == 3).all()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("who", [0, 1, 2])
+async def test_after_a_failure_no_rank_reads_what_was_given(who: int, verb: str) -> None:
+    async with world(3, strategy="direct") as comms:
+        given = [comm.empty((3, LENGTH)) for comm in comms]
+
+        def call(comm: Communicator) -> Any:
+            return getattr(comm, verb)(given[comm.rank], "x")
+
+        for x in given:
+            x[:] = 1
+        for _ in range(WARM):
+            await everywhere(comms, call)
+        late = comms[(who + 1) % 3]
+        early = [comm for comm in comms if comm is not late]
+        handles = [call(comm) for comm in early]
+        await turns(5)
+        handles[early.index(comms[who])].cancel()
+        given[who][:] = 1000
+        if slots := slots_of(comms, "x"):
+            assert slots[who].is_dead
+            assert slots[late.rank].posted()[who] < 0
+        await heard_of_the_end(late)
+        outcomes = await asyncio.gather(*handles, call(late), return_exceptions=True)
+        assert_kinds([one for one in outcomes if not isinstance(one, asyncio.CancelledError)], CollectiveAborted)
+        given[who][:] = 1
+        for result in await everywhere(comms, call):
+            assert (result == (1 if verb == "all_gather" else 3)).all()
 
 
 @pytest.mark.asyncio

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kfcomm.core.handshake import Purpose
 from kfcomm.engine.network import SocketNetwork
 from kfcomm.transports.shm.endpoint import ShmEndpoint
@@ -39,6 +41,21 @@ async def ways(me: Actor) -> list[str]:
     """How this rank reaches each of the others, in words."""
     network = me.comm._session.network
     return [network.describe(peer).split()[0] for peer in range(me.comm.size) if peer != me.comm.rank]
+
+
+async def gathers(me: Actor, *, elements: int, calls: int, in_place: bool) -> None:
+    """Long gathers and scattered sums, one after the other, into and from what was given before."""
+    comm = me.comm
+    rank, size = comm.rank, comm.size
+    made = comm.empty if in_place else np.empty
+    rows, given = made((size, elements), np.float32), made((size, elements), np.float32)
+    for use in range(calls):
+        rows[:], given[:] = -1, use + rank
+        rows[rank] = use + rank
+        await comm.all_gather(rows[rank], "rows", out=rows)
+        np.testing.assert_array_equal(rows[:, ::64], np.repeat([[use + one] for one in range(size)], elements // 64, 1))
+        part = await comm.reduce_scatter(given, "part")
+        np.testing.assert_array_equal(part[:, ::64], size * use + sum(range(size)))
 
 
 async def some_pieces(me: Actor) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from kfcomm.errors import PeerLost
 from tests.processes import roles, sharing
 from tests.processes.stage import do, joined, start, unjoined
@@ -34,6 +36,20 @@ def test_a_rank_killed_while_it_owns_and_reads_shared_memory_leaves_nothing() ->
         assert do(survivors, sharing.segments) == [2, 2]
         do(survivors, roles.leave)
         assert do(survivors, sharing.memfds) == [0, 0]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_rank_killed_amid_gathers_raises_peer_lost(in_place: bool) -> None:
+    with joined(3, transport="shm", strategy="direct") as world:
+        world.do(sharing.gathers, elements=BIG, calls=4, in_place=in_place)
+        waiting = start(world[:VICTIM], sharing.gathers, elements=BIG, calls=100_000, in_place=in_place)
+        world[VICTIM].do(sharing.gathers, elements=BIG, calls=5, in_place=in_place).result()
+        dying = world[VICTIM].do(sharing.gathers, elements=BIG, calls=100_000, in_place=in_place)
+        world[VICTIM].signal(signal.SIGKILL)
+        for call in waiting:
+            assert call.failure(PeerLost).fields["rank"] == VICTIM
+        del dying
+        do(world[:VICTIM], roles.leave)
 
 
 def test_more_ranks_than_cores_complete_a_burst_and_rest() -> None:

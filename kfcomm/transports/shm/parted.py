@@ -46,21 +46,23 @@ class PartedSlot(Slot):
     """
 
     __slots__ = (
-        "_copied", "_count", "_dtype", "_first", "_folded", "_given", "_into", "_is_in_place", "_is_mapped",
+        "_copied", "_counts", "_dtype", "_first", "_folded", "_given", "_into", "_is_in_place", "_is_mapped",
         "_is_over_given", "_is_result_in_place", "_known", "_made", "_order",
-        "_parts", "_piece", "_rows", "_shares", "_shown", "_size", "_their", "_whole",
+        "_out_at", "_parts", "_piece", "_rows", "_shares", "_shown", "_size", "_their", "_whole",
     )  # fmt: skip
 
     is_whole = False
     outlives_epoch = True
     kinds: tuple[int, ...] = (SHARED, READ, GIVEN, SHOWN, READY)
+    withdrawn: tuple[int, ...] = (POSTED, SHARED)
 
     def __init__(self, memory: SlotMemory, spec: SlotSpec) -> None:
         super().__init__(memory, spec)
         places, rank, dtype, cut = self.places, spec.rank, spec.dtype, spec.cut
         self._size = len(places)
-        self._dtype, self._count = dtype, cut.count
+        self._dtype, self._counts = dtype, [cut.count] * self._size
         self._parts, self._piece = cut.parts, cut.piece
+        self._out_at = 0  # element of the contributions that comes first in the result
         after = (rank + 1) % self._size
         self._order = [*range(after, self._size), *range(after)]
         self._first = self._folded = self._copied = 0
@@ -138,12 +140,12 @@ class PartedSlot(Slot):
 
     @override
     def forget(self) -> None:
-        # Arrays in place may change from now on, so ranks that read them must notice.
-        self._let_go()
+        # Arrays in place may change from now on, or be freed, so ranks that read them must notice before that.
         if self._is_in_place or self._is_result_in_place:
-            self._tell(POSTED, WITHDRAWN)
-            self._tell(SHARED, WITHDRAWN)
+            for kind in self.withdrawn:
+                self._tell(kind, WITHDRAWN)
             self._stored()
+        self._let_go()
 
     def _let_go(self) -> None:
         self._given = self._into = None
@@ -164,6 +166,17 @@ class PartedSlot(Slot):
         # A rank that posts a window has copied the one before the last, unless it has posted everything at once.
         if window > 1 and self._whole and not self._is_result_in_place and min(self._their[READ]()) < word - 2:
             return False
+        self._make(window, out)
+        if self._whole and not self.has_come(self.posted(), word):
+            return False  # a contribution in place was withdrawn meanwhile
+        self._folded = window + 1
+        self._tell(SHARED, word)
+        self._stored()
+        return True
+
+    def _make(self, window: int, out: Array) -> None:
+        """Fold this rank's part of a window."""
+        word = self._first + window
         begin, end = self._bounds(window, self._rank)
         given = [row[: end - begin] for row in self._rows[word & 1]]
         if self._given is not None:
@@ -171,19 +184,13 @@ class PartedSlot(Slot):
         for rank, whole in enumerate(self._whole):
             if whole is not None:
                 given[rank] = whole[begin:end]
-        there = (out if self._into is None else self._into)[begin:end]
+        there = (out if self._into is None else self._into)[begin - self._out_at : end - self._out_at]
         # The fold cannot write over a contribution: it would be destroyed before its turn.
         is_made_there = self._is_result_in_place and not self._is_over_given
         made = there if is_made_there else self._made[word & 1][: end - begin]
         self.combine([given[rank] for rank in self._order], made)
         if self._is_result_in_place and self._is_over_given:
             there[:] = made
-        if self._whole and not self.has_come(self.posted(), word):
-            return False  # a contribution in place was withdrawn meanwhile
-        self._folded = window + 1
-        self._tell(SHARED, word)
-        self._stored()
-        return True
 
     def _copy_next(self, out: Array) -> bool:
         """Copy the next window of the result; returns whether there was one."""
@@ -209,6 +216,17 @@ class PartedSlot(Slot):
         if not self._is_in_place and window + 2 < self.num_words:
             self._show(window + 2)
         self._stored()  # even without news: a rank without a link to the last one is woken by one that has it
+        return True
+
+    def _pass_next(self) -> bool:
+        """Pass the next window, of which nothing is copied; returns whether all ranks have made their parts."""
+        window = self._copied
+        if window == self._folded or not self.has_come(self._their[SHARED](), self._first + window):
+            return False
+        self._copied = window + 1
+        if not self._is_in_place and window + 2 < self.num_words:
+            self._show(window + 2)
+        self._stored()
         return True
 
     def _is_still_there(self, word: int) -> bool:
@@ -243,7 +261,7 @@ class PartedSlot(Slot):
                     if len(self._known) >= MAX_KNOWN:
                         self._known.clear()
                     heaps, member = self.memory.heaps, self.members[rank]
-                    array = heaps.array(member, place - 1, self._dtype, self._count)
+                    array = heaps.array(member, place - 1, self._dtype, self._counts[rank])
                     self._known[rank, place] = array
                 found[rank] = array
         return found
@@ -251,12 +269,14 @@ class PartedSlot(Slot):
     def _place_of(self, x: Array) -> int:
         """Return the offset of an array in this process's heap, if all ranks can read it there."""
         place = self.memory.heaps.place_of(x)
-        if place == NOWHERE:
-            return NOWHERE
+        return place if place != NOWHERE and self._is_ready() else NOWHERE
+
+    def _is_ready(self) -> bool:
+        """Return whether all ranks can read the heaps of all."""
         if not self._is_mapped and self.memory.heaps.map(self.members):
             self._is_mapped = True
             self._tell(READY, MAPPED)
-        return place if min(self._their[READY]()) else NOWHERE
+        return min(self._their[READY]()) > 0
 
     def _show(self, window: int) -> None:
         """Copy the pieces of the other ranks to the buffer; the own one is folded in place."""
@@ -318,7 +338,7 @@ class SharedResultSlot(PartedSlot):
             loan = None
             if min(self._their[READY]()) == WRITABLE:
                 others = self.places[1:]
-                loan = heaps.lend(self._count * self._dtype.itemsize, lambda number: self._released(number, others))
+                loan = heaps.lend(self._counts[0] * self._dtype.itemsize, lambda number: self._released(number, others))
             self._tell(RESULT, 0 if loan is None else loan.place + 1)
             if loan is not None:
                 self._tell(LOAN, loan.number)
@@ -336,22 +356,13 @@ class SharedResultSlot(PartedSlot):
         if self._lent is not None:
             self._result = self._lent.view(self._dtype)
         else:
-            self._result = self.memory.heaps.writable(self.root, self._place, self._dtype, self._count)
+            self._result = self.memory.heaps.writable(self.root, self._place, self._dtype, self._counts[0])
             self._loan = self._their[LOAN]()[0]
         self._into = self._result
         self._is_result_in_place, self._is_over_given = True, False
 
     def _copy_next(self, out: Array) -> bool:
-        if self._result is None:
-            return super()._copy_next(out)
-        window = self._copied
-        if window == self._folded or not self.has_come(self._their[SHARED](), self._first + window):
-            return False
-        self._copied = window + 1
-        if not self._is_in_place and window + 2 < self.num_words:
-            self._show(window + 2)
-        self._stored()
-        return True
+        return super()._copy_next(out) if self._result is None else self._pass_next()
 
     def _is_read(self) -> bool:
         if self._result is None:
@@ -369,7 +380,7 @@ class SharedResultSlot(PartedSlot):
             seen, self._lent = self._lent.view(self._dtype), None
             seen.flags.writeable = False
             return seen
-        whole = self.memory.heaps.array(self.root, self._place, self._dtype, self._count)
+        whole = self.memory.heaps.array(self.root, self._place, self._dtype, self._counts[0])
         at = RELEASED + self._loan % MAX_LOANS
         weakref.finalize(whole, _release, self._words, at, self._loan, os.getpid()).atexit = False
         return whole[:]

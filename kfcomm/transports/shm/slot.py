@@ -23,6 +23,10 @@ def kind_of(cut: Cut) -> type[Slot]:
         return SilentSlot if cut.count and not cut.shows else Slot
     if not cut.is_turned:
         return OneWindowSlot
+    if cut.is_scattered or cut.is_gathered:
+        from kfcomm.transports.shm.one_way import GatherSlot, ScatterSlot
+
+        return GatherSlot if cut.is_gathered else ScatterSlot
     from kfcomm.transports.shm.parted import PartedSlot, SharedResultSlot
 
     return SharedResultSlot if cut.is_shared else PartedSlot

@@ -98,6 +98,10 @@ class Cut:
     gives: Gives = ALL  # by default each reads all contributions, or its part of each and all folded parts
     max_nbytes: int = 0  # bytes of a slot in each region, at most, for messages in windows; 0: no limit
     is_by_row: bool = False  # contributions are given to ``Combine`` as a list: set where that is faster
+    # No rank needs the result of another; with ``bounds``. Gathered: each gives its part of the result, not all parts.
+    is_scattered: bool = False
+    is_gathered: bool = False
+    bounds: Sequence[tuple[int, int]] = ()  # the parts, if they are not even
     parts: list[tuple[int, int]] = field(init=False, default_factory=list)  # begin and length of the part of each rank
     piece: int = field(init=False)  # elements of a part at a time; a *window* is a piece of each part
     num_windows: int = field(init=False, default=1)  # each with its own word
@@ -113,9 +117,9 @@ class Cut:
             self.piece = count
             self.nbytes = 2 * lines(count * itemsize)
             return
-        self.parts = split(count, num_ranks)
+        self.parts = list(self.bounds) or split(count, num_ranks)
         self.gives = self._gives_part if self.gives == ALL else self.gives
-        longest = max(1, self.parts[0][1])
+        longest = max(1, *(length for _, length in self.parts))
         self.piece = longest
         if self.is_turned:
             least = min(MIN_PIECE_NBYTES, MAX_WINDOW_NBYTES // num_ranks)
@@ -129,7 +133,7 @@ class Cut:
     @property
     def is_in_windows(self) -> bool:
         """Whether each rank takes the result piece by piece from the buffers of all."""
-        return self.is_turned and not self.is_shared
+        return self.is_turned and not (self.is_shared or self.is_scattered or self.is_gathered)
 
     def _gives_part(self, giver: int, reader: int) -> int:
         """Return the elements of the reader's part, and of the giver's part of the result unless that is one array."""

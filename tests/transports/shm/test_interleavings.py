@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kfcomm.core.signature import split
 from kfcomm.transports.shm import slots
 from kfcomm.transports.shm.heap import Heaps, PeerHeap
+from kfcomm.transports.shm.one_way import ScatterSlot
 from kfcomm.transports.shm.slots import Cut, SlotMemory, SlotSpec, word_of
 
 SEEDS = 12
@@ -115,6 +117,10 @@ def stepped(x: Any, turns: Turns) -> Any:
     return made
 
 
+def part_of(x: Halves, part: slice) -> Any:
+    return stepped(np.asarray(x)[part], x.turns)  # a slice of ``x`` itself would keep it from garbage collection
+
+
 class Words:
     """The words that a rank stores."""
 
@@ -190,13 +196,14 @@ class Rank:
 
     def __init__(self, rank: int, size: int, slot: Any, heaps: Heaps, turns: Turns) -> None:
         self.rank, self.size, self.slot, self.heaps, self.turns = rank, size, slot, heaps, turns
+        self.kind = ""
         self.x = self.out = self.array()
         self.num_complete = 0
 
-    def array(self, *, in_place: bool = False) -> Any:
+    def array(self, count: int = COUNT, *, in_place: bool = False) -> Any:
         if not in_place:
-            return stepped(np.zeros(COUNT, np.int64), self.turns)
-        block = self.heaps.empty(8 * COUNT)
+            return stepped(np.zeros(count, np.int64), self.turns)
+        block = self.heaps.empty(8 * count)
         assert block is not None
         return stepped(block.view(np.int64), self.turns)
 
@@ -232,8 +239,20 @@ class Rank:
         self.slot.share(word)
 
     def check(self, result: Any, use: int) -> None:
-        want = np.arange(COUNT) * self.size**2 + 100 * use * self.size + sum(range(self.size))
+        if self.kind.startswith("gathered"):
+            given = [np.arange(COUNT) * self.size + 100 * use + rank for rank in range(self.size)]
+            want = np.concatenate(given)
+        else:
+            want = np.arange(COUNT) * self.size**2 + 100 * use * self.size + sum(range(self.size))
+        if self.kind.startswith("scattered"):
+            want = want[self.part]
         assert np.array_equal(result, want), f"rank {self.rank} in use {use}: {result}, expected {want}"
+
+    @property
+    def part(self) -> slice:
+        """Elements of the sum that this rank gets if it is scattered."""
+        at, length = split(COUNT, self.size)[self.rank]
+        return slice(at, at + length)
 
     def scribble(self) -> None:
         for array in (self.x, self.out):
@@ -250,12 +269,21 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[bool, bool]]] = {
     "into in place": ({"is_turned": True}, (False, True)),
     "over what is given": ({"is_turned": True}, (True, True)),
     "one result": ({"is_turned": True, "is_shared": True}, (False, False)),
+    "scattered": ({"is_turned": True, "is_scattered": True}, (False, False)),
+    "scattered in windows": ({"is_turned": True, "is_scattered": True}, (False, False)),
+    "scattered from in place": ({"is_turned": True, "is_scattered": True}, (True, False)),
+    "gathered": ({"is_turned": True, "is_gathered": True}, (False, False)),
+    "gathered in windows": ({"is_turned": True, "is_gathered": True}, (False, False)),
+    "gathered from in place": ({"is_turned": True, "is_gathered": True}, (True, False)),
+    "gathered around what is given": ({"is_turned": True, "is_gathered": True}, (True, True)),
 }
 """How messages are cut, and whether contribution and result are in symmetric memory."""
 
 
 @pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_windows(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if request.node.callspec.params["kind"].endswith(" in windows"):
+        monkeypatch.setattr(ScatterSlot, "_is_ready", lambda _: False)
     monkeypatch.setattr(slots, "SHOWN_WHOLE_NBYTES", 0)
     monkeypatch.setattr(slots, "WINDOW_NBYTES", 24)
     monkeypatch.setattr(slots, "MIN_PIECE_NBYTES", 0)
@@ -265,10 +293,22 @@ def explored(kind: str, size: int, seed: int, stops: tuple[int, int] | None = No
     """Uses completed and steps made by each rank under the schedule of a seed."""
     options, (given, shown) = KINDS[kind]
     turns = Turns(seed, size, stops)
+    if kind.startswith("gathered"):
+        options = {**options, "bounds": [(COUNT * rank, COUNT) for rank in range(size)]}
     with ranks_of(size, Cut(COUNT, 8, size, **options), turns) as ranks:
         for rank in ranks:
+            rank.kind = kind
             rank.x = rank.array(in_place=given)
-            rank.out = rank.x if kind == "over what is given" else rank.array(in_place=shown)
+            if kind == "over what is given":
+                rank.out = rank.x
+            elif kind.startswith("gathered"):
+                rank.out = rank.array(size * COUNT, in_place=shown)
+                if shown:
+                    rank.x = part_of(rank.out, slice(COUNT * rank.rank, COUNT * (rank.rank + 1)))
+            else:
+                rank.out = rank.array(in_place=shown)
+                if kind.startswith("scattered"):
+                    rank.out = part_of(rank.out, rank.part)
         turns.run([rank.main for rank in ranks])
         return [rank.num_complete for rank in ranks], turns.steps
 
