@@ -1,11 +1,12 @@
-"""An unmodified DistributedDataParallel step over kfcomm's backend, beside the same over Gloo.
+"""An unmodified DistributedDataParallel or FSDP2 step over kfcomm's backend, beside the same over Gloo.
 
     torchrun --nproc-per-node 2 bench/torch_ddp.py
+    torchrun --nproc-per-node 2 bench/torch_ddp.py --fsdp
 
-The perceptron of ``bench/torch_step.py``, 12.6 million parameters in float32, one thread a rank. Both take turns in the
-same processes; a round's time is that of the slowest rank, its processor time that of all threads of all ranks, the
-ratio the median over rounds. Then ``dist.all_reduce`` of 1 KiB beside the same through ``kfcomm.sync``, in the median
-of calls. Needs torch 2.14.
+The perceptron of ``bench/torch_step.py``, 12.6 million parameters in float32, one thread a rank; FSDP2 shards each
+layer. Both take turns in the same processes; a round's time is that of the slowest rank, its processor time that of all
+threads of all ranks, the ratio the median over rounds. Then ``dist.all_reduce`` of 1 KiB beside the same through
+``kfcomm.sync``, in the median of calls. Needs torch 2.13.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import kfcomm.torch
@@ -49,14 +53,29 @@ def of_all(seconds: float) -> float:
     return float(took)
 
 
-def steps(rounds: int, batch: int) -> dict[str, list[tuple[float, float]]]:
+def replicated(group: dist.ProcessGroup) -> nn.Module:
+    """The model for DDP."""
+    return DistributedDataParallel(perceptron(), process_group=group)
+
+
+def sharded(group: dist.ProcessGroup) -> nn.Module:
+    """The model for FSDP2."""
+    model, mesh = perceptron(), DeviceMesh.from_group(group, "cpu")
+    for one in [*(layer for layer in model if isinstance(layer, nn.Linear)), model]:
+        fully_shard(one, mesh=mesh)
+    return model
+
+
+def steps(
+    rounds: int, batch: int, make: Callable[[dist.ProcessGroup], nn.Module]
+) -> dict[str, list[tuple[float, float]]]:
     """Seconds of a step, and of processors on all ranks, of each round."""
     gloo = dist.new_group(backend="gloo")
     torch.manual_seed(dist.get_rank())
     x = torch.randn(batch, WIDTHS[0])
     turns = {
-        "kfcomm": Turns(DistributedDataParallel(perceptron()), x),
-        "gloo": Turns(DistributedDataParallel(perceptron(), process_group=gloo), x),
+        "kfcomm": Turns(make(dist.group.WORLD), x),
+        "gloo": Turns(make(gloo), x),
         "alone": Turns(perceptron(), x),
     }
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
@@ -76,10 +95,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--batch", type=int, default=16, help="samples of each rank")
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2 in the place of DDP")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("kfcomm")
-    seconds = steps(arguments.rounds, arguments.batch)
+    seconds = steps(arguments.rounds, arguments.batch, sharded if arguments.fsdp else replicated)
     comm, x = kfcomm.torch.communicator(), torch.ones(256)
     array = x.numpy()
     ours = call_us(lambda: dist.all_reduce(x))
@@ -91,8 +111,9 @@ def main() -> None:
     for name, each in seconds.items():
         took, busy = (1e3 * statistics.median(one) for one in zip(*each, strict=True))
         print(f"{name:7} {took:7.1f} ms a step, {busy:7.1f} ms of processors")
-    ratio = statistics.median(b / a for (a, _), (b, _) in zip(seconds["kfcomm"], seconds["gloo"], strict=True))
-    print(f"{ratio:.2f} times as fast as Gloo")
+    pairs = list(zip(seconds["kfcomm"], seconds["gloo"], strict=True))
+    ratio, busy = (statistics.median(gloo[n] / ours[n] for ours, gloo in pairs) for n in (0, 1))
+    print(f"{ratio:.2f} times as fast as Gloo, which takes {busy:.2f} times the processor time")
     print(f"all_reduce of 1 KiB: {ours:.0f} us by torch.distributed, {below:.0f} us by kfcomm.sync")
 
 

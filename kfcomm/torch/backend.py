@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as TorchBackend
 
@@ -176,9 +177,9 @@ class KfcommBackend(Collectives, TorchMessages, Base):  # type: ignore[misc]
     supports_splitting = supports_shrinking = supports_reconfigure = True
     _supports_time_estimate = False
 
-    def supports_tensor_alloc(self, device: int) -> bool:
-        """Return False: tensors are allocated by torch."""
-        return False
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        """Whether peers read tensors of ``allocate_tensor`` where they are."""
+        return self._buffers is not None and isinstance(device, torch.device) and device.type == "cpu"
 
     def _get_sequence_number_for_group(self) -> int:
         """Number of collectives called without a name."""

@@ -17,6 +17,7 @@ from kfcomm.sync.communicator import Communicator
 from kfcomm.torch.c10d import NOTHING, Ending, TorchWork, add_up_sparse, as_torch, meaning_of, sparse_parts, whole_mean
 from kfcomm.torch.compiling import uncompiled_methods
 from kfcomm.torch.ddp import BucketWork, SharedBuffers, is_bucket
+from kfcomm.torch.fsdp import allocate_for_caller, count_of
 from kfcomm.torch.naming import TorchCall, TorchCalls, next_name
 from kfcomm.torch.tensors import place, places, read, together
 
@@ -127,6 +128,8 @@ class Collectives:
         """Implement ``dist.all_gather_into_tensor``."""
         with _Reported(self):
             (out, finish), x = _rows(output, self._comm.size), read(source, as_bytes=True)
+        if self._buffers is not None:
+            allocate_for_caller(self.allocate_tensor)
         return self._run("all_gather", x, opts, [output], finish, out=out)
 
     def allgather_coalesced(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Any:
@@ -197,6 +200,8 @@ class Collectives:
             x = read(source if factor is None else source * factor)
         # Equal parts in the order of the ranks, whatever the tensor's shape.
         rows = x.reshape(self._comm.size, -1)
+        if self._buffers is not None:
+            allocate_for_caller(self.allocate_tensor)
         return self._run("reduce_scatter", rows, opts, [output], finish, op=op, out=out.reshape(1, -1))
 
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Any:
@@ -231,6 +236,13 @@ class Collectives:
         return self._run("all_to_all", x, opts, [output], finish, out=out)
 
     # ---------------------------------------------------------------- shared by them
+
+    def allocate_tensor(self, size: int | Sequence[int], *, dtype: Any, device: Any) -> Any:
+        """Allocate a flat tensor: for others to read where it is, if it is long and on the CPU; see ``fsdp``."""
+        count, buffers = count_of(size), self._buffers
+        if buffers is None or torch.device(device).type != "cpu":
+            return torch.empty(count, dtype=dtype, device=device)
+        return buffers.tensor(count, dtype)
 
     def _run(
         self, verb: str, x: Any, opts: Any, gives: Sequence[Any], finish: Callable[[], object] | None = None, *,

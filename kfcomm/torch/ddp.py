@@ -77,6 +77,13 @@ class SharedBuffers:
         storage.former = former
         return read(tensor)
 
+    def tensor(self, count: int, dtype: torch.dtype) -> Any:
+        """A new flat tensor in such memory; in other memory where nothing is gained."""
+        nbytes = count * dtype.itemsize
+        heaps = self._comm._session.network.heaps() if nbytes >= SHARED_FROM_NBYTES else None
+        block = None if heaps is None else heaps.empty(nbytes)
+        return torch.empty(count, dtype=dtype) if block is None else torch.from_numpy(block).view(dtype)
+
     def filled(self, x: Any) -> Any:
         """A copy of a flat array in such memory, which is reused from step to step."""
         try:
