@@ -24,7 +24,7 @@ class ScatterSlot(PartedSlot):
     __slots__ = ("_own",)
 
     outlives_epoch = False
-    withdrawn = (POSTED,)  # what this rank has read of others stays read, also for ranks in the use before
+    shows_result = False
 
     def __init__(self, memory: SlotMemory, spec: SlotSpec) -> None:
         super().__init__(memory, spec)

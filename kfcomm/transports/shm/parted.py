@@ -54,7 +54,8 @@ class PartedSlot(Slot):
     is_whole = False
     outlives_epoch = True
     kinds: tuple[int, ...] = (SHARED, READ, GIVEN, SHOWN, READY)
-    withdrawn: tuple[int, ...] = (POSTED, SHARED)
+    shows_result = True
+    """Whether other ranks read parts of the result where they were made."""
 
     def __init__(self, memory: SlotMemory, spec: SlotSpec) -> None:
         super().__init__(memory, spec)
@@ -142,8 +143,10 @@ class PartedSlot(Slot):
     def forget(self) -> None:
         # Arrays in place may change from now on, or be freed, so ranks that read them must notice before that.
         if self._is_in_place or self._is_result_in_place:
-            for kind in self.withdrawn:
-                self._tell(kind, WITHDRAWN)
+            self._tell(POSTED, WITHDRAWN)
+            # Else a slower rank may still need this word for the use before, whose parts lie in the buffers.
+            if self._is_result_in_place and self.shows_result:
+                self._tell(SHARED, WITHDRAWN)
             self._stored()
         self._let_go()
 
