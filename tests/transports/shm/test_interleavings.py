@@ -271,6 +271,8 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[bool, bool]]] = {
     "one result": ({"is_turned": True, "is_shared": True}, (False, False)),
     "scattered": ({"is_turned": True, "is_scattered": True}, (False, False)),
     "scattered in windows": ({"is_turned": True, "is_scattered": True}, (False, False)),
+    "scattered over what is given": ({"is_turned": True, "is_scattered": True}, (False, False)),
+    "scattered over what is given in windows": ({"is_turned": True, "is_scattered": True}, (False, False)),
     "scattered from in place": ({"is_turned": True, "is_scattered": True}, (True, False)),
     "gathered": ({"is_turned": True, "is_gathered": True}, (False, False)),
     "gathered in windows": ({"is_turned": True, "is_gathered": True}, (False, False)),
@@ -308,7 +310,7 @@ def explored(kind: str, size: int, seed: int, stops: tuple[int, int] | None = No
             else:
                 rank.out = rank.array(in_place=shown)
                 if kind.startswith("scattered"):
-                    rank.out = part_of(rank.out, rank.part)
+                    rank.out = part_of(rank.x if "over" in kind else rank.out, rank.part)
         turns.run([rank.main for rank in ranks])
         return [rank.num_complete for rank in ranks], turns.steps
 
