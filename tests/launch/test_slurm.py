@@ -87,7 +87,7 @@ def test_survivors_of_a_killed_task_go_on(slurm: Slurm) -> None:
 
 @pytest.mark.slow
 def test_signal_before_the_time_limit_ends_the_job_with_a_checkpoint(slurm: Slurm) -> None:
-    options = ("--time=1", "--signal=TERM@60")
+    options = ("--time=2", "--signal=TERM@120")
     job, output = submitted(slurm, TRAINING, ENDLESS, options=options)
     slurm.until(lambda: text(output).count("at the end") == 4)
     slurm.until(lambda: not slurm.output("squeue", "-h", "-j", job))
