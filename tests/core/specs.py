@@ -42,6 +42,7 @@ class Spec:
     generation: int = 0
     salt: int = 0
     shares: tuple[int, ...] = ()
+    with_signals: bool = False
     strategy: Strategy = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -102,7 +103,7 @@ class Spec:
             case Verb.ALL_GATHER:
                 return programs.all_gather(rank, rooted, self.counts, self.chunk)
             case Verb.REDUCE_SCATTER:
-                return programs.reduce_scatter(rank, rooted, self.counts, self.chunk)
+                return programs.reduce_scatter(rank, rooted, self.counts, self.chunk, with_signals=self.with_signals)
             case Verb.ALL_TO_ALL:
                 return programs.all_to_all(rank, [self.rows(one) for one in range(self.size)], self.chunk)
             case Verb.SEND:
@@ -195,6 +196,7 @@ class Spec:
                 costs = [self._moving(count, edges) for count in self.counts]
             case Verb.REDUCE_SCATTER:
                 costs = [self._folding(self.strategy.rooted(rank).reduce, n) for rank, n in enumerate(self.counts)]
+                costs += [(edges, 0)] * (self.size * self.with_signals)
             case Verb.ALL_TO_ALL:
                 costs = [self._moving(n, at // self.size != at % self.size) for at, n in enumerate(self.counts)]
             case Verb.SEND:
@@ -304,4 +306,5 @@ def of_verb(
         wide=rnd.random() < 0.3,
         salt=rnd.randrange(1000),
         shares=rnd.choice([(), tuple(rnd.choice([1, 2, 30]) for _ in ways)]),
+        with_signals=verb is Verb.REDUCE_SCATTER and sum(counts) % 2 == 1,
     )
