@@ -189,7 +189,7 @@ class Job:
 
 def kfcomm(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kfcomm", *arguments]
-    return subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=600)
 
 
 def outage(job: Job, three: etcds.Etcd, seconds: float) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def test_a_host_that_was_never_needed_ends_well(job: Callable[..., Job], tmp_pat
 )
 def test_invalid_discovery_is_refused_before_ranks_start(options: list[str], said: str) -> None:
     command = [sys.executable, "-m", "kfcomm", "run", "--port", str(free_port()), *options, "echo", "started"]
-    done = subprocess.run(command, env=environ(KFCOMM_TOKEN=TOKEN), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environ(KFCOMM_TOKEN=TOKEN), capture_output=True, text=True, timeout=600)
     assert done.returncode != 0
     assert said in done.stderr
     assert "started" not in done.stdout

@@ -28,7 +28,7 @@ resizing: Any = import_module("kfcomm.cli.commands.resize")
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "kfcomm", "run", *arguments]
-    return subprocess.run(command, cwd=folder, env=environ(), capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environ(), capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("spares", [0, 1])
@@ -231,7 +231,7 @@ def test_a_job_whose_ranks_are_all_stopped_is_told_of_and_goes_on_when_they_do(t
         for one in ranks:
             one.resume()
         (tmp_path / "hurry").touch()
-        out, err = job.communicate(timeout=120)
+        out, err = job.communicate(timeout=600)
     assert job.returncode == 0, out + err
     assert "[[1.0], [0, 1], 2]" in out
 
@@ -288,7 +288,7 @@ def test_size_and_status_from_outside(tmp_path: Path) -> None:
 
     def kfcomm(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "kfcomm", *arguments]
-        return subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=600)
 
     command = ["-n", "2", "--elastic", "2:3", sys.executable, "train.py", *map(str, SLOW)]
     with subprocess.Popen(
@@ -316,6 +316,6 @@ def test_size_and_status_from_outside(tmp_path: Path) -> None:
         while job.stdout.readline() != "[0] now 0 1 2\n":  # what runs need not have joined
             assert job.poll() is None
         (tmp_path / "hurry").touch()
-        out, _ = job.communicate(timeout=120)
+        out, _ = job.communicate(timeout=600)
     assert job.returncode == 0
     assert "[[1.0], [0, 1, 2], 3]" in out

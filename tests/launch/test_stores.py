@@ -195,7 +195,7 @@ def test_a_second_launcher_of_another_host_is_refused(job: Callable[..., Job], t
     port = made.port
     hosts = ["-H", "127.0.0.1:1,127.0.0.2:1", "--port", str(port), "--elastic", "1:2"]
     command = [sys.executable, "-m", "kfcomm", "run", "--self", "127.0.0.2", *hosts, "true"]
-    done = subprocess.run(command, env=environ(KFCOMM_TOKEN=TOKEN), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environ(KFCOMM_TOKEN=TOKEN), capture_output=True, text=True, timeout=600)
     assert done.returncode != 0
     assert "another launcher has come for this host before: process" in done.stderr
     made.hurry()
@@ -209,7 +209,7 @@ def test_autoscaler_puts_a_size(job: Callable[..., Job], tmp_path: Path) -> None
 
     def resize(*arguments: str, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "kfcomm", "resize", "--store", url, *arguments]
-        return subprocess.run(command, env=environ(KFCOMM_TOKEN=token), capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=environ(KFCOMM_TOKEN=token), capture_output=True, text=True, timeout=600)
 
     assert "refuses this process: its token is not the job's" in resize("3", token="x" + TOKEN).stderr
     assert "size '4' is outside the job's range 1..3" in resize("4").stderr
