@@ -189,7 +189,7 @@ class Planner:
         counts, chunk, graphs = self._prepare_rows(dtype, shape, rows, wire)
         program = programs.all_gather(self.rank, graphs.rooted, counts, chunk)
         plan = self._plan(PlanKey(Verb.ALL_GATHER, dtype, shape, wire=wire), program, graphs, sum(counts), rows)
-        if graphs.direct is Direct.CHAINS and wire is None:
+        if _is_in_windows(graphs, wire):
             return replace(plan, work=shown.gathered_in_windows(plan.work, counts, self.rank))
         return _in_slots(plan, graphs, wire, shown.gathered, counts, self.rank)
 
@@ -242,12 +242,12 @@ class Planner:
 
     def _scattering(self, graphs: Strategy, counts: Sequence[int], chunk: int, wire: WireDtype) -> Program:
         # Chains do not lead from the hub of a slot to every rank, and links show ranks the heaps of others.
-        with_signals = graphs.direct is Direct.CHAINS and wire is None and self.size > 2
+        with_signals = _is_in_windows(graphs, wire) and self.size > 2
         return programs.reduce_scatter(self.rank, graphs.rooted, counts, chunk, with_signals=with_signals)
 
     def _scattered(self, plan: Plan, graphs: Strategy, wire: WireDtype, counts: Sequence[int]) -> Plan:
         """Return the plan of a reduce_scatter for slots, if it can be."""
-        if graphs.direct is Direct.CHAINS and wire is None:
+        if _is_in_windows(graphs, wire):
             return replace(plan, work=shown.reduce_scattered_in_windows(plan.work, counts, self.rank))
         return _in_slots(plan, graphs, wire, shown.reduce_scattered, counts, self.rank)
 
@@ -299,6 +299,11 @@ class Planner:
         in_result = verb in (Verb.ALL_REDUCE, Verb.REDUCE) and result_count >= 0
         plan = Plan(signature, program, sizes, Work(folds, dtype, self.size, in_result=in_result), result_count)
         return plan if wire is None else _wired(plan, wire_of(op, dtype, wire))
+
+
+def _is_in_windows(graphs: Strategy, wire: WireDtype) -> bool:
+    """Whether a long array goes through slots in windows."""
+    return graphs.direct is Direct.CHAINS and wire is None
 
 
 def _in_slots(

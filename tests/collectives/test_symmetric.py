@@ -7,6 +7,7 @@ import gc
 import itertools
 import logging
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -216,6 +217,23 @@ async def test_no_rank_completes_before_what_it_gave_was_read(verb: str) -> None
         await asyncio.gather(*(rank(comm) for comm in comms))
 
 
+async def fail(comms: Sequence[Communicator], who: int, given: list[Any], call: Callable[[Communicator], Any]) -> None:
+    """Cancel a call on one rank, which writes over its array, before another rank makes it: it fails on all."""
+    late = comms[(who + 1) % 3]
+    early = [comm for comm in comms if comm is not late]
+    handles = [call(comm) for comm in early]
+    await turns(5)
+    handles[early.index(comms[who])].cancel()
+    given[who][:] = 1000
+    if slots := slots_of(comms, "x"):
+        assert slots[who].is_dead
+        assert slots[late.rank].posted()[who] < 0
+    await heard_of_the_end(late)
+    outcomes = await asyncio.gather(*handles, call(late), return_exceptions=True)
+    assert_kinds([one for one in outcomes if not isinstance(one, asyncio.CancelledError)], CollectiveAborted)
+    given[who][:] = 1
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("who", [0, 1, 2])
 async def test_after_a_failure_no_rank_reads_what_was_in_place(who: int) -> None:
@@ -225,19 +243,7 @@ async def test_after_a_failure_no_rank_reads_what_was_in_place(who: int) -> None
             x[:] = 1
         for _ in range(WARM):
             await everywhere(comms, lambda comm: comm.all_reduce(given[comm.rank], "x", out=into[comm.rank]))
-        late = comms[(who + 1) % 3]
-        early = [comm for comm in comms if comm is not late]
-        handles = [comm.all_reduce(given[comm.rank], "x", out=into[comm.rank]) for comm in early]
-        await turns(5)
-        handles[early.index(comms[who])].cancel()
-        given[who][:] = 1000
-        if slots := slots_of(comms, "x"):
-            assert slots[who].is_dead
-            assert slots[late.rank].posted()[who] < 0
-        await heard_of_the_end(late)
-        outcomes = await asyncio.gather(*handles, late.all_reduce(given[late.rank], "x"), return_exceptions=True)
-        assert_kinds([one for one in outcomes if not isinstance(one, asyncio.CancelledError)], CollectiveAborted)
-        given[who][:] = 1
+        await fail(comms, who, given, lambda comm: comm.all_reduce(given[comm.rank], "x", out=into[comm.rank]))
         for result in await everywhere(comms, lambda comm: comm.all_reduce(given[comm.rank], "x")):
             assert (result == 3).all()
 
@@ -256,19 +262,7 @@ async def test_after_a_failure_no_rank_reads_what_was_given(who: int, verb: str)
             x[:] = 1
         for _ in range(WARM):
             await everywhere(comms, call)
-        late = comms[(who + 1) % 3]
-        early = [comm for comm in comms if comm is not late]
-        handles = [call(comm) for comm in early]
-        await turns(5)
-        handles[early.index(comms[who])].cancel()
-        given[who][:] = 1000
-        if slots := slots_of(comms, "x"):
-            assert slots[who].is_dead
-            assert slots[late.rank].posted()[who] < 0
-        await heard_of_the_end(late)
-        outcomes = await asyncio.gather(*handles, call(late), return_exceptions=True)
-        assert_kinds([one for one in outcomes if not isinstance(one, asyncio.CancelledError)], CollectiveAborted)
-        given[who][:] = 1
+        await fail(comms, who, given, call)
         for result in await everywhere(comms, call):
             assert (result == (1 if verb == "all_gather" else 3)).all()
 

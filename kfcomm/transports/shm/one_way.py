@@ -21,7 +21,7 @@ from kfcomm.types import override
 class ScatterSlot(PartedSlot):
     """Slot of a reduce_scatter: each rank folds its part straight into its result."""
 
-    __slots__ = ("_own", "_scratch")
+    __slots__ = ("_own",)
 
     outlives_epoch = False
     shows_result = False
@@ -30,7 +30,6 @@ class ScatterSlot(PartedSlot):
         super().__init__(memory, spec)
         self._out_at = self._parts[spec.rank][0]
         self._own: Array | None = None
-        self._scratch: tuple[Array, ...] = ()
 
     @override
     def post(self, x: Array, word: int) -> bool:
@@ -43,12 +42,10 @@ class ScatterSlot(PartedSlot):
 
     @override
     def _begin(self, out: Array) -> None:
-        # No other rank reads the result: it needs no buffer, wherever it lies.
+        # No other rank reads the result, so it needs no buffer, unless it lies over this rank's part of the
+        # contribution, which is folded last.
         self._is_result_in_place = True
-        # It may lie over this rank's part of the contribution, which is folded last.
         self._is_over_given = self._given is not None and np.may_share_memory(out, self._given)
-        if self._is_over_given:
-            self._scratch = self._made = self._scratch or (np.empty(self._piece, self._dtype),) * 2
         self._whole = self._arrays(GIVEN, self._given)
 
     @override

@@ -222,7 +222,7 @@ class PartedSlot(Slot):
         return True
 
     def _pass_next(self) -> bool:
-        """Pass the next window, of which nothing is copied; returns whether all ranks have made their parts."""
+        """Go to the next window without a copy; returns whether all ranks have made their parts of this one."""
         window = self._copied
         if window == self._folded or not self.has_come(self._their[SHARED](), self._first + window):
             return False
