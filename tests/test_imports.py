@@ -92,7 +92,7 @@ def test_importing_kfcomm_needs_no_numpy() -> None:
 def test_a_rank_imports_what_it_uses(code: str) -> None:
     modules = loaded(code)
     assert unused(modules) == []
-    assert not {"kfcomm.strategies.price", "kfcomm.strategies.paths", "kfcomm.strategies.incast"} & modules
+    assert not {"kfcomm.strategies.price", "kfcomm.strategies.paths", "kfcomm.simulate.incast"} & modules
     assert len(own(modules)) <= 135
     assert len(modules) <= 235
 

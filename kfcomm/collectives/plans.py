@@ -132,6 +132,7 @@ class Planner:
         is_whole = graphs.is_whole or count < WHOLE_BELOW
         pairs, shares = ((graphs.pairs[way],), ()) if is_whole else (graphs.pairs, graphs.shares)
         program = programs.all_reduce(self.rank, pairs, count, chunk, shares)
+        program = programs.windowed(program, self.chunks.window(graphs, chunk * dtype.itemsize))
         plan = self._plan(PlanKey(Verb.ALL_REDUCE, dtype, shape, op, wire=wire), program, graphs, count)
         return plan if wire is not None or is_shared else self._hosted(plan, pairs, count)
 

@@ -13,6 +13,8 @@ The life of one chunk, on one rank (``P`` partial results folded so far out of `
     waiting       the result arrives       complete      STORE if kept, SEND down to every target
     any           anything else            refused: the other side broke the protocol
 
+A lane with a window sends only its first chunks at once: each result lets the chunk follow that is one window later.
+
 A lane without an up phase begins in *waiting*, or, where its data enters, at *complete*. The machine is
 complete when all its chunks are complete and no link reads from its memory any more.
 
@@ -157,7 +159,7 @@ class Machine:
             return
         for lane in program.first:
             if lane.up:
-                for index in range(lane.num_chunks):
+                for index in range(lane.num_at_once):
                     self._reduced(lane, index, INPUT)
             else:
                 self._begin(lane)
@@ -197,6 +199,8 @@ class Machine:
             return self._take_in_turn(route, index, payload)
         folded[slot] = position + 1
         if route.phase:
+            if lane.window and index + lane.window < lane.num_chunks:
+                self._reduced(lane, index + lane.window, INPUT)
             if lane.keeps:
                 driver.store(lane, index, payload)
                 if lane.targets:

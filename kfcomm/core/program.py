@@ -30,7 +30,7 @@ every collective of the same kind shares it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from kfcomm.core.graph import GraphPair
@@ -60,6 +60,17 @@ class Lane:
     base: int = 0  # number of its first chunk among all chunks of the program
     num_chunks: int = 1
     forwards: bool = False  # its result is sent on in a later step
+    window: int = 0  # chunks that are sent up before the first result; each result lets one follow. 0 for all
+
+    @property
+    def is_clocked(self) -> bool:
+        """Whether this rank only sends its input, and results come back to it."""
+        return self.up and self.down and self.parent != ABSENT and not self.children
+
+    @property
+    def num_at_once(self) -> int:
+        """Chunks that are sent up before the first result."""
+        return self.window or self.num_chunks
 
     @property
     def awaited(self) -> bool:
@@ -130,7 +141,7 @@ class Program:
         first = tuple(lane for lane in lanes if not (lane.children if lane.up else lane.gated or lane.awaited))
         object.__setattr__(self, "first", first)
         only_sends = all(lane.up and lane.down and lane.parent != ABSENT for lane in first)
-        sends = tuple(((lane.parent,), lane, index) for lane in first for index in range(lane.num_chunks))
+        sends = tuple(((lane.parent,), lane, index) for lane in first for index in range(lane.num_at_once))
         object.__setattr__(self, "first_sends", sends if only_sends and self.num_slots else None)
         routes = {}
         for number, lane in self.lanes.items():
@@ -265,6 +276,22 @@ def all_reduce(
     for pair, (offset, length) in zip(pairs, parts, strict=True):
         builder.tree(pair, length, up=True, down=True, input_offset=offset, result_offset=offset)
     return builder.build()
+
+
+def windowed(program: Program, window: int) -> Program:
+    """Return the program with at most ``window`` chunks of a leaf under way on each lane; the same if that is 0.
+
+    A rank without children sends a chunk when the result of the one ``window`` before it has come. All ranks keep pace
+    with the slowest then, whatever part of a port their traffic gets where it meets. No rank waits for ever: the oldest
+    chunk without a result is within the window of all.
+    """
+    if not window:
+        return program
+    lanes = {
+        number: replace(lane, window=window) if lane.is_clocked and window < lane.num_chunks else lane
+        for number, lane in program.lanes.items()
+    }
+    return replace(program, lanes=lanes)
 
 
 def reduce(rank: int, pair: GraphPair, count: int, chunk_elements: int) -> Program:

@@ -21,7 +21,7 @@ class PortQueue(StrEnum):
     """Service of a port where flows of several hosts meet."""
 
     TAIL = "tail"
-    """First in, first out, and what does not fit is dropped, as in nearly all switches; see ``strategies.incast``."""
+    """First in, first out, and what does not fit is dropped, as in nearly all switches; see `incast`."""
     FAIR = "fair"
     """Turns for each flow, as with tc's fq, or htb with a class for each."""
 

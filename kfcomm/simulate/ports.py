@@ -8,7 +8,7 @@ perhaps up to a core of the network and down again, into the other host; or the 
 
 - A port divides its rate among the flows that have a chunk in it, at every moment, by their weights. Weights are equal
   where queues are fair, and where flows leave a host: its TCP hands over a little of each in turn. Where flows of
-  several unlike hosts meet in one drop-tail queue they are as in `strategies.incast`.
+  several unlike hosts meet in one drop-tail queue they are as in `kfcomm.simulate.incast`.
 - A chunk is in all ports of its way at once (it is cut through, not stored and forwarded), and has passed when the
   slowest has let it through. Then the flow's next chunk follows, and ``latency_s`` later the other side has it.
 - A flow does not begin a chunk before the last one has passed. So what a distant port holds up does not pile up before

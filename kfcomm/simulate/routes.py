@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from kfcomm.simulate.hosts import ACKNOWLEDGED
+from kfcomm.simulate.incast import RELAY, weight_of
 from kfcomm.simulate.network import Link, PortQueue, SimulatedNetwork
 from kfcomm.simulate.ports import Agenda, Pass, Port
-from kfcomm.strategies.incast import RELAY, weight_of
 from kfcomm.types import Layout
 
 
@@ -36,7 +36,7 @@ class Routes:
         agenda: virtual time.
         network: the hosts.
         layout: where the ranks are.
-        relays: hosts to which others send what is passed on there: see ``strategies.incast``.
+        relays: hosts to which others send what is passed on there: see `kfcomm.simulate.incast`.
     """
 
     def __init__(

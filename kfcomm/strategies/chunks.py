@@ -1,24 +1,40 @@
 """Chunk size of a message, from the depth of its graphs, the rates of their edges, and the work of a message.
 
-Chunks follow each other along a graph (pipelining). Large ones pass slowly from the leaves to the root and back, while
-ports idle; small ones cost work, since each is a message. For parts of B bytes, one for each of k pairs, chunks of c
-bytes take about
+Chunks follow each other along a graph (pipelining). Large ones pass slowly from the leaves to the root and back,
+while ports idle; small ones cost work, since each is a message. For parts of B bytes, one for each of k pairs, chunks
+of c bytes take about
 
-    max(latency + c · chain + (B − c) · port, B · ports, work) + work / 2,    work = ⌈B / c⌉ · messages · overhead
+    max(latency + c · chain + (B − c) · port, B · ports + c · fill, work) + work / 2
+    work = ⌈B / c⌉ · messages · overhead
 
-seconds, where *latency* is that of the furthest leaf to the root and on to a leaf, *chain* the time of one byte on that
-way (what several children send to one rank, and what one sends to several, passes one after the other), *port* that at
-the busiest rank of one pair, *ports* the sum over all pairs, and *messages* those of the busiest rank. Half of the work
-is taken to delay the rest: it is done beside it, but by a processor that has other things to do. With one pair the best
-size is about √(B · messages · overhead / (2 · (chain − port))), the optimum of pipelining; where many pairs keep all
-ports busy, as in a ring, the largest is. The choice is the best power of two.
+seconds, where *latency* is that of the furthest leaf to the root and on to a leaf, *chain* the time of one byte on
+that way (what several children send to one rank, and what one sends to several, passes one after the other), *port*
+that at the busiest rank of one pair, *ports* the sum over all pairs, and *messages* those of the busiest rank. *fill*
+is chain − port where first chunks wait at several ranks one after the other (trees), and 0 for stars and chains,
+where another pair always has something to send. Half of the work is taken to delay the rest: it is done beside it,
+but by a processor that has other things to do. With one pair the best size is about √(B · messages · overhead / (2 ·
+(chain − port))), the optimum of pipelining; where many pairs keep all ports busy, as in a ring, the largest is. The
+choice is the best power of two.
 
 Results do not depend on it: which pair reduces an element follows from the parts alone.
-Source: S. L. Johnsson and C.-T. Ho, "Optimum broadcasting and personalized communication in hypercubes" (1989).
+
+Where several senders meet at a port, each gets the part of it that its traffic has of the queue, and a rank can pass on
+no more than the slowest of its children has sent. So that none is far ahead, a leaf has a *window*: the chunks that it
+sends before the first result has come back. It holds twice what is under way while the ports of a pair are full,
+
+    2 · (latency + c · chain + pause) / (c · port)    chunks of c bytes,
+
+for programs that pause that long, and of several stars ports / port times as much, since they take turns. Chains have
+none: only one sender comes to each rank.
+
+Sources: S. L. Johnsson and C.-T. Ho, "Optimum broadcasting and personalized communication in hypercubes" (1989);
+A. Phanishayee et al., "Measurement and analysis of TCP throughput collapse in cluster-based storage systems" (2008),
+for senders that meet.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from operator import mul
 from typing import Final, NamedTuple
@@ -29,11 +45,19 @@ from kfcomm.strategies.moves import goes_in_steps
 from kfcomm.strategies.network import NetworkModel
 from kfcomm.types import Layout
 
+_SLACK: Final = 2
+"""Of a window: room for shares that change."""
+_PAUSE_S: Final = 2e-3
+"""For which a program may pause without idle ports."""
 LEAST_CHUNK_NBYTES: Final = 1 << 13
 """Smaller chunks are more work than they save."""
 
+_LEAST_OF_TREES: Final = 1 << 16
+"""The same where several trees share the ports: each rank works for all of them. Binomial trees of five hosts of 200
+Mbit/s took 0.120 s for 1 MiB with chunks of 16 KiB, and 0.081 s with 128 KiB."""
 _FLAT_DEPTH: Final = 3
 """In shared memory, graphs up to this depth have the largest chunks, and all graphs where ranks share processors."""
+_FEWEST_SENDERS: Final = 2
 _MAX_PAIRS: Final = 8
 """Pairs of a strategy that are looked at; where there are more, they are alike."""
 
@@ -55,6 +79,8 @@ class Pipeline(NamedTuple):
     port: float  # by byte, at the busiest rank of one pair
     ports: float  # by byte, at the busiest rank of all pairs together
     messages: float  # that the busiest rank sends and receives, for a chunk on each pair
+    fill: float  # by byte of a chunk, in which ports are idle whatever other pairs do
+    fan_in: int  # most senders whose chunks meet at a rank
 
     @classmethod
     def of(cls, strategy: Strategy, cost_of: Callable[[GraphPair], _PairCost]) -> Pipeline:
@@ -64,14 +90,16 @@ class Pipeline(NamedTuple):
         costs = [cost_of(pair) for pair in pairs[::every]]
         latency_s, chain = max(cost.latency_s for cost in costs), max(cost.chain for cost in costs)
         port = max(max(cost.ports) for cost in costs)
+        fan_in = max(cost.fan_in for cost in costs)
+        fill = chain - port if fan_in >= _FEWEST_SENDERS and not all(cost.is_flat for cost in costs) else 0.0
         if strategy.is_whole or strategy.goes_whole:
-            return cls(1.0, latency_s, chain, port, port, max(max(cost.messages) for cost in costs))
+            return cls(1.0, latency_s, chain, port, port, max(max(cost.messages) for cost in costs), fill, fan_in)
         largest = max(shares)
         # Of pairs that are not looked at, the busiest rank has as much as the mean of those that are.
         scales = [share / largest * every for share in shares[::every]]
         ports = _busiest([cost.ports for cost in costs], scales, mean=every > 1)
         messages = _busiest([cost.messages for cost in costs], [every] * len(costs), mean=every > 1)
-        return cls(largest / sum(shares), latency_s, chain, port, ports, messages)
+        return cls(largest / sum(shares), latency_s, chain, port, ports, messages, fill, fan_in)
 
     def seconds(self, nbytes: int, chunk_nbytes: int, overhead_s: float) -> float:
         """The formula of the module's docstring, for a message of ``nbytes`` bytes."""
@@ -79,7 +107,15 @@ class Pipeline(NamedTuple):
         chunk = min(part, chunk_nbytes)
         work_s = -(-part // chunk_nbytes) * self.messages * overhead_s
         chain_s = self.latency_s + chunk * self.chain + (part - chunk) * self.port
-        return max(chain_s, part * self.ports, work_s) + work_s / 2
+        return max(chain_s, part * self.ports + chunk * self.fill, work_s) + work_s / 2
+
+    def window(self, chunk_nbytes: int) -> int:
+        """Chunks that a leaf sends before the first result: see the module's docstring; 0 for all."""
+        if self.fan_in < _FEWEST_SENDERS or not self.port:
+            return 0
+        loop_s = self.latency_s + chunk_nbytes * self.chain + _PAUSE_S
+        turns = 1.0 if self.fill else self.ports / self.port
+        return math.ceil(_SLACK * turns * loop_s / (chunk_nbytes * self.port))
 
 
 class ChunkSizes:
@@ -109,12 +145,17 @@ class ChunkSizes:
             return network.chunk_nbytes
         best, least_s = network.chunk_nbytes, pipeline.seconds(nbytes, network.chunk_nbytes, network.overhead_s)
         size = network.chunk_nbytes // 2
-        while size >= LEAST_CHUNK_NBYTES:
+        while size >= (_LEAST_OF_TREES if pipeline.fill and len(strategy.pairs) > 1 else LEAST_CHUNK_NBYTES):
             seconds = pipeline.seconds(nbytes, size, network.overhead_s)
             if seconds < least_s:
                 best, least_s = size, seconds
             size //= 2
         return best
+
+    def window(self, strategy: Strategy, chunk_nbytes: int) -> int:
+        """Chunks of an all_reduce that a leaf sends before the first result; 0 for all, and inside one host."""
+        pipeline = self._pipeline(strategy) if self._layout.num_hosts > 1 else None
+        return 0 if pipeline is None else pipeline.window(chunk_nbytes)
 
     def _is_flat_here(self, strategy: Strategy) -> bool:
         """Whether chunks on one host wait for processors rather than ports."""
@@ -145,6 +186,7 @@ class _Edges(NamedTuple):
     latency_s: Callable[[int, int], float]  # of a message from one rank to another, work included
     beta: Callable[[int, int], float]  # of a byte from one rank to another
     fold_s: float  # of folding a byte
+    is_far: Callable[[int, int], bool]  # whether it is between hosts
 
     @classmethod
     def of(cls, layout: Layout, network: NetworkModel) -> _Edges:
@@ -165,7 +207,7 @@ class _Edges(NamedTuple):
                 return cross_s
             return 1 / min(rates.send[here], rates.receive[there], rates.links[here][there])
 
-        return cls(latency_s, beta, network.gamma_s_per_byte)
+        return cls(latency_s, beta, network.gamma_s_per_byte, lambda a, b: hosts[a] != hosts[b])
 
 
 class _PairCost(NamedTuple):
@@ -175,6 +217,8 @@ class _PairCost(NamedTuple):
     chain: float
     ports: Sequence[float]  # by rank: what it sends or what it receives, the greater
     messages: Sequence[int]
+    fan_in: int
+    is_flat: bool  # no rank between the root and a leaf, as far as hosts are crossed
 
     @classmethod
     def of(cls, pair: GraphPair, edges: _Edges) -> _PairCost:
@@ -186,7 +230,8 @@ class _PairCost(NamedTuple):
             2 * (rank != pair.root) + len(pair.reduce.children[rank]) + len(pair.broadcast.children[rank])
             for rank in range(pair.size)
         ]
-        return cls(up.latency_s + down.latency_s, up.chain + down.chain, ports, messages)
+        fan_in, is_flat = max(map(len, pair.reduce.children)), up.depth <= 1 and down.depth <= 1
+        return cls(up.latency_s + down.latency_s, up.chain + down.chain, ports, messages, fan_in, is_flat)
 
 
 class _WayCost(NamedTuple):
@@ -196,11 +241,13 @@ class _WayCost(NamedTuple):
     chain: float  # the same for a byte, beside those of the other children on its way
     one: Sequence[float]  # by rank: to or from its parent
     many: Sequence[float]  # by rank: from or to its children, together
+    depth: int  # edges between hosts, from the root to the furthest rank
 
     @classmethod
     def of(cls, graph: Graph, edges: _Edges, *, is_up: bool) -> _WayCost:
         size, fold_s = graph.size, edges.fold_s if is_up else 0.0
         latency, chain, one, many = ([0.0] * size for _ in range(4))
+        depth = [0] * size
         for rank in graph.preorder:
             below = graph.children[rank]
             ways = [(child, rank) if is_up else (rank, child) for child in below]
@@ -211,7 +258,8 @@ class _WayCost(NamedTuple):
                 one[child] = cost
                 chain[child] = chain[rank] + step
                 latency[child] = latency[rank] + edges.latency_s(*way)
-        return cls(max(latency), max(chain), one, many)
+                depth[child] = depth[rank] + edges.is_far(*way)
+        return cls(max(latency), max(chain), one, many, max(depth))
 
 
 def _busiest(rows: Sequence[Sequence[float]], scales: Sequence[float], *, mean: bool) -> float:

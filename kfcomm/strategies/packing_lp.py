@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from kfcomm.strategies.paths import uplink_ports
-from kfcomm.strategies.price import port_seconds
 from kfcomm.types import Rates
 
 Place: TypeAlias = tuple[int, ...]
@@ -63,16 +62,6 @@ def loads_of(tree: Tree, rates: Rates) -> dict[Place, float]:
     return loads
 
 
-def drained(packed: Sequence[tuple[Tree, float]], rates: Rates) -> float:
-    """Seconds per byte of the busiest port or link, where unlike senders meet at ports (see `incast`)."""
-    moved: dict[tuple[int, int], float] = {}
-    for tree, weight in packed:
-        for ends in tree.sends():
-            moved[ends] = moved.get(ends, 0.0) + weight
-    relays = {above for tree, _ in packed for host, above in enumerate(tree.up) if host != above}
-    return max(port_seconds(moved, rates, relays), default=0.0)
-
-
 def packed_with_fans(rates: Rates, fan: int, enough_s: float = 0.0) -> list[tuple[Tree, float]]:
     """Trees in which no host has more than ``fan`` hosts below it, and their weights, which add up to 1.
 
@@ -96,7 +85,7 @@ def packed_with_fans(rates: Rates, fan: int, enough_s: float = 0.0) -> list[tupl
         program.add([unit * loads.get(place, 0.0) for place in places])
 
     firsts = dict.fromkeys(_cheapest(root, rates, fan, dict.fromkeys(places, 1.0)) for root in hosts)
-    for tree in sorted(firsts, key=lambda tree: drained([(tree, 1.0)], rates)):
+    for tree in sorted(firsts, key=lambda tree: max(loads_of(tree, rates).values())):
         add(tree)
     for _ in range(_MOST_ROUNDS):
         prices = dict(zip(places, program.solve(), strict=True))

@@ -24,9 +24,8 @@ A link between two hosts that is slower than both their ports is left alone, unl
 takes longer than the bound. Then hosts go a way round it, below a third one, and the weights are found by
 multiplicative weights, over stars, such trees, ports and links.
 
-Where unlike senders meet at one port, a slow one loses its part of it to fast ones (see `incast`). Then trees with at
-most two or three hosts below each are better, which reach the bound in many networks, too: `packing_lp` finds them. The
-packing is taken whose busiest port needs the least time.
+Where these trees miss the bound, `packing_lp` finds others, with at most two or three hosts below each. The packing is
+taken whose busiest port needs the least time.
 
 With several ranks on a host each is in turn the one through which the others of its host speak; if all hosts are roots,
 there are as many copies of each tree.
@@ -46,7 +45,7 @@ from typing import Any, Final
 from kfcomm.core.graph import Graph, GraphPair
 from kfcomm.strategies.base import Strategy
 from kfcomm.strategies.matrices import Matrix, rates_of
-from kfcomm.strategies.packing_lp import MAX_HOSTS, Tree, drained, loads_of, packed_with_fans
+from kfcomm.strategies.packing_lp import MAX_HOSTS, Tree, loads_of, packed_with_fans
 from kfcomm.types import Layout, Rates
 
 _ENOUGH: Final = 0.8  # of the bound's time may the ports of roots be busy where another host is what takes long
@@ -96,7 +95,7 @@ def packings(layout: Layout, rates: Rates) -> list[Strategy]:
 def packed_by(nodes: Layout, rates: Rates, *, name: str = "packed_trees") -> Strategy:
     """As `packed_trees`, of the rates of hosts."""
     found = _packings(rates)
-    seconds = [drained(packed, rates) for packed in found]
+    seconds = [_busiest(packed, rates) for packed in found]
     best = next(place for place, one in enumerate(seconds) if one <= _ABOUT_EQUAL * min(seconds))
     return _of_trees(nodes, rates, found[best], name)
 

@@ -43,6 +43,7 @@ class Spec:
     salt: int = 0
     shares: tuple[int, ...] = ()
     with_signals: bool = False
+    window: int = 0
     strategy: Strategy = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -91,7 +92,8 @@ class Spec:
         rooted = self.strategy.rooted
         match self.verb:
             case Verb.ALL_REDUCE:
-                return programs.all_reduce(rank, self.pairs, self.count, self.chunk, self.strategy.shares)
+                whole = programs.all_reduce(rank, self.pairs, self.count, self.chunk, self.strategy.shares)
+                return programs.windowed(whole, self.window)
             case Verb.REDUCE:
                 return programs.reduce(rank, rooted(self.root), self.count, self.chunk)
             case Verb.BROADCAST:
@@ -307,4 +309,5 @@ def of_verb(
         salt=rnd.randrange(1000),
         shares=rnd.choice([(), tuple(rnd.choice([1, 2, 30]) for _ in ways)]),
         with_signals=verb is Verb.REDUCE_SCATTER and sum(counts) % 2 == 1,
+        window=sum(counts) % 4,
     )

@@ -76,6 +76,26 @@ def test_children_are_folded_in_order_whatever_the_order_in_which_they_arrive():
         assert bench.machine.take_held() == []
 
 
+def test_each_result_lets_the_chunk_follow_that_is_one_window_later():
+    program = programs.windowed(programs.all_reduce(2, [STAR], 20, 4), 2)
+    bench = Bench(program)
+    sends = [(Do.SEND, (0,), 0, index, UP, INPUT, None) for index in range(5)]
+    assert bench.take() == sends[:2]
+    assert bench.arrive("a", DOWN, 0, index=1) == [sends[3], (Do.STORE, 0, 1, "a")]
+    assert bench.arrive("b", DOWN, 0, index=0) == [sends[2], (Do.STORE, 0, 0, "b")]
+    assert bench.arrive("c", DOWN, 0, index=2) == [sends[4], (Do.STORE, 0, 2, "c")]
+    assert bench.arrive("d", DOWN, 0, index=3) == [(Do.STORE, 0, 3, "d")]
+    assert bench.arrive("e", DOWN, 0, index=4) == [(Do.STORE, 0, 4, "e")]
+    assert bench.sent(5) == [(Do.DONE,)]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_only_leaves_have_windows(rank):
+    whole = programs.all_reduce(rank, [CHAIN], 20, 4)
+    assert programs.windowed(whole, 0) == programs.windowed(whole, 5) == whole
+    assert [lane.window for lane in programs.windowed(whole, 2).lanes.values()] == [2 if rank == 2 else 0]
+
+
 def test_gated_lanes_begin_when_all_others_are_complete():
     bench = Bench(programs.scatter(0, STAR, [1, 1, 1, 0], 4))
     assert bench.take() == []

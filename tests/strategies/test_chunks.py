@@ -12,7 +12,8 @@ from kfcomm.errors import ConfigError
 from kfcomm.simulate import simulate
 from kfcomm.strategies import Strategy, build, names
 from kfcomm.strategies.base import MAX_CHUNK_NBYTES
-from kfcomm.strategies.chunks import LEAST_CHUNK_NBYTES, chunk_nbytes_of
+from kfcomm.strategies.chunks import LEAST_CHUNK_NBYTES, ChunkSizes, chunk_nbytes_of
+from kfcomm.strategies.moves import goes_in_steps
 from kfcomm.types import Costs, Layout
 from tests.conformance import oracle
 from tests.conformance.worlds import everywhere, same_bits, world
@@ -112,3 +113,47 @@ def test_chunk_sizes_out_of_range_are_refused(chunk_nbytes: int) -> None:
 def test_chunk_size_is_part_of_the_digest_if_it_is_set() -> None:
     star = build("star", Layout.even(3)).select(0)
     assert len({replace(star, chunk_nbytes=size).digest for size in (0, 4096, 8192)}) == 3
+
+
+def window_of(name: str, layout: Layout, nbytes: int) -> int:
+    strategy = build(name, layout).select(nbytes)
+    return ChunkSizes(layout).window(strategy, chunk_nbytes_of(strategy, nbytes, layout))
+
+
+@pytest.mark.parametrize("name", names())
+def test_windows_are_where_senders_meet_between_hosts(name: str) -> None:
+    layout = Layout.even(8, 8)
+    strategy = build(name, layout).select(16 * MIB)
+    meet = not goes_in_steps(strategy) and any(
+        len(below) > 1 for pair in strategy.pairs for below in pair.reduce.children
+    )
+    assert (window_of(name, layout, 16 * MIB) > 0) == meet
+    assert window_of(name, Layout.even(8), 16 * MIB) == 0
+
+
+def test_windows_grow_with_depth_and_with_what_latency_holds() -> None:
+    depths = [window_of("binary_tree", Layout.even(size, size), 256 * MIB) for size in (4, 16, 256)]
+    assert depths == sorted(depths)
+    assert depths[0] < depths[-1]
+    hosts = tuple(range(8))
+    held = []
+    for alpha_s in (1e-5, 1e-3, 1e-1):
+        layout = Layout(hosts, costs=Costs(cross_alpha_s=alpha_s, cross_beta_s_per_byte=1e-9))
+        chunk = chunk_of("star", layout, 256 * MIB)
+        held.append(chunk * window_of("star", layout, 256 * MIB))
+    assert held == sorted(held)
+    assert held[-1] > 0.1 / 7e-9  # a star of eight at 1 GB/s: what one leaf sends within the latency
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["star", "binary_tree", "multi_star", "double_tree"])
+async def test_results_do_not_depend_on_windows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, length = 5, 40_011
+    strategy = replace(build(name, Layout.even(size, 3)).select(4 * length), chunk_nbytes=LEAST_CHUNK_NBYTES)
+    results = []
+    for window in (0, 1, 2):
+        monkeypatch.setattr(ChunkSizes, "window", lambda *_, window=window: window)
+        async with world(size, hosts=3, strategy=strategy) as comms:
+            xs = [oracle.data("float32", length, rank) for rank in range(size)]
+            results += await everywhere(comms, lambda comm, xs=xs: comm.all_reduce(xs[comm.rank], "x"))
+    assert all(same_bits(result, results[0]) for result in results)

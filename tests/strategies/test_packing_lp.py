@@ -16,7 +16,6 @@ from kfcomm.strategies import bound_seconds, build, packed_trees, packing_lp
 from kfcomm.strategies.cost import network_of, predict_seconds
 from kfcomm.strategies.matrices import rates_of
 from kfcomm.strategies.packing_lp import Tree, loads_of, packed_with_fans
-from kfcomm.strategies.tree_packing import packings
 from kfcomm.types import Layout, Rates
 
 MBIT = 1e6 / 8
@@ -106,16 +105,6 @@ def test_beds_are_used_to_nine_tenths_of_the_bound(ports: list[float]) -> None:
     assert bound <= seconds <= bound / 0.9
     for name in ("ring", "clique", "star", "binary_tree"):
         assert seconds <= 1.01 * predict_seconds(build(name, layout), layout, NBYTES, network)
-
-
-def test_unlike_senders_do_not_meet_at_one_port() -> None:
-    """A star would lose a fifth to the fast hosts, which are done first."""
-    layout, rates = hosts_with(BEDS["unlike"])
-    packed = packed_trees(layout, rows(BEDS["unlike"]))
-    for pair in packed.pairs:
-        assert max(map(len, pair.reduce.children)) <= 2
-        assert not pair.reduce.children[4]
-    assert len(packings(layout, rates)) > 1
 
 
 def test_links_between_racks_and_slow_pairs_are_spared() -> None:
