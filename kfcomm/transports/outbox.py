@@ -144,7 +144,8 @@ class StreamOptions:
     """Sizes in bytes, and counts. Twice or half of any of them made no measurable difference on loopback."""
 
     staging_nbytes: int = 1 << 17  # buffer for heads and small frames; at least one whole head fits
-    # read at once while no large payload is under way; the beginning of the next one is copied once more
+    # read at once while no large payload is under way; the beginning of the next one is copied once more, and a smaller
+    # one waits for its rest
     read_nbytes: int = 1 << 14
     lookahead_nbytes: int = 1 << 12  # read along with the end of a large payload
     burst_nbytes: int = 1 << 22  # moved in one direction before the loop gets its turn

@@ -6,7 +6,8 @@ every moment which bytes the kernel has taken, so that exactly the rest can be d
 
 Invariants:
 
-- A payload that is not whole in the staging buffer is received straight into its placement.
+- A large payload that is not whole in the staging buffer is received straight into its placement. A small one waits
+  there for its rest: so many small frames come by one read, each without a placement.
 - Owners and ``Inbound`` are never called from inside ``send``, ``withdraw``, ``disown``, ``close`` or
   ``abort``; ``flush`` calls ``Owner.sent`` only. The end of a link is always reported from the reactor.
 - ``Inbound.lost`` is called exactly once, however a link ends, after every owner still queued was told.
@@ -25,7 +26,7 @@ from typing import Any
 from kfcomm.core.frame import Header, Kind, decode_head, make_encoder
 from kfcomm.errors import RemoteProtocolError, TransportError
 from kfcomm.transports.base import Counts, Endpoint, Inbound, Link, Owner, Surroundings
-from kfcomm.transports.outbox import Frame, Outbox, StreamOptions
+from kfcomm.transports.outbox import MAX_HEAD_NBYTES, Frame, Outbox, StreamOptions
 from kfcomm.transports.reactor import Readiness
 from kfcomm.transports.sealed import Seals
 from kfcomm.transports.sockets import Connection, StreamSocket, broken, hold_little
@@ -115,6 +116,8 @@ class StreamLink(Link):
         # Of its bytes those from _start to _end have arrived and are not handed over; both are 0 if there are none.
         self._staging = memoryview(bytearray(options.staging_nbytes))
         self._room, self._room_nbytes = self._staging[: options.read_nbytes], options.read_nbytes
+        # A smaller payload waits in the staging buffer for its rest. The head of a sealed frame is decoded only once.
+        self._placed_from_nbytes = 0 if seals else min(options.read_nbytes, options.staging_nbytes - MAX_HEAD_NBYTES)
         self._ahead = self._staging[: options.lookahead_nbytes]
         self._start = self._end = 0
         self._placement: Any = None
@@ -376,11 +379,15 @@ class StreamLink(Link):
             kind = header[0]
             if self._bye_received or (kind != _CHUNK and payload_nbytes):
                 raise self._unexpected(kind, payload_nbytes)
-            start = body + payload_nbytes
-            if start > end:
+            after = body + payload_nbytes
+            if after > end:
+                if payload_nbytes < self._placed_from_nbytes:
+                    self._start = start
+                    return
                 self._start = self._end = 0
                 self._place(header, payload_nbytes, staging[body:end])
                 return
+            start = after
             self.frames_in += 1
             if kind == _BYE:
                 self._bye_received = True

@@ -137,6 +137,17 @@ def test_next_head_is_read_with_end_of_payload(ends):
     assert ends.polls.calls == {"poll": 1}
 
 
+def test_small_frames_after_a_large_one_are_read_together(ends):
+    """After a head and the rest of the large payload, a call takes several frames, whole or not."""
+    for number, nbytes in enumerate([1 << 16, *[5000] * 9]):
+        ends.link.send(chunk(number), memoryview(noise(nbytes)), Owner())
+    ends.link.flush()
+    ends.hear(10)
+    assert [len(placement.view) for placement in ends.heard.placements] == [1 << 16]
+    assert ends.received == {"receive": 5}
+    assert ends.polls.calls == {"poll": 1}
+
+
 def test_a_full_kernel_is_asked_once_and_watched_until_it_takes_more(ends):
     owner = Owner()
     payload = noise(32 << 20)

@@ -119,6 +119,21 @@ async def test_a_payload_in_the_staging_buffer_is_shown_and_a_longer_one_placed(
 
 
 @on_every_loop
+async def test_small_payload_that_comes_in_parts_is_shown_whole():
+    options, encode, loop = StreamOptions(), make_encoder(), asyncio.get_running_loop()
+    payloads = [bytes(noise(nbytes)) for nbytes in (options.read_nbytes - 1, 10, options.read_nbytes)]
+    data = b"".join(encode(chunk(index), len(payload)) + payload for index, payload in enumerate(payloads))
+    async with against_raw("tcp") as (link, notes, raw):
+        for part in (data[start : start + 5000] for start in range(0, len(data), 5000)):
+            sent = link.bytes_in + len(part)
+            await loop.sock_sendall(raw, part)
+            await notes.until(lambda _, sent=sent: link.bytes_in == sent)
+        await notes.until(lambda notes: len(notes.frames) == 3)
+        assert notes.frames == [(chunk(index), payload) for index, payload in enumerate(payloads)]
+        assert [len(placement.view) for placement in notes.placements] == [options.read_nbytes]
+
+
+@on_every_loop
 async def test_both_directions_at_once():
     one, two = noise(3 << 20), noise(3 << 20)
     async with linked("tcp", options=BUSY) as (link, notes, other, heard):
