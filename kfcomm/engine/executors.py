@@ -99,6 +99,8 @@ class SlotExecutor(InSlot, Shortcut):
     """Carries out one operation in a slot if there is one, until anything unusual; links do the rest."""
 
     is_operation = True
+    needs_slot = True
+    """Without a slot, an operation is carried out as if it had no executor."""
 
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
@@ -223,6 +225,7 @@ class SlotExecutor(InSlot, Shortcut):
 class OneStepExecutor(SlotExecutor):
     """Without a slot, each input is sent whole to every rank: the machine gathers, and this folds at the end."""
 
+    needs_slot = False
     _result: Array | None = None
 
     def _go_ordinary(self) -> None:

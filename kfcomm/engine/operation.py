@@ -140,8 +140,9 @@ class Operation(OperationMemory, CollectiveDriver):
     def begin(self, machine: Collective) -> None:
         self.collective = machine
         machine.heard_s = self.posted_s
-        if self.work.executor is not None:
-            self.work.executor(self).begin()
+        executor = self.work.executor
+        if executor is not None and (self.engine.slots.is_possible or not executor.needs_slot):
+            executor(self).begin()
         else:
             # A cached use is not the first, and has no priority; while calls are observed, nothing is cached.
             if not self.is_cached:

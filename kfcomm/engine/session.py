@@ -74,6 +74,7 @@ class Session(ControlEvents, StatusSource):
         self.where: Callable[[], str] = str
         self.observed: Callable[[bytes], bytes] = lambda _: b"null"  # answer to an observer elsewhere; JSON
         self.engine.control = network.start(self.engine.receiver, options.reactor, self, self)
+        self.engine.slots.is_possible = network.heaps() is not None
         if self.engine.control is not None:
             self.lag.start(self.engine)
         sessions.add(self)

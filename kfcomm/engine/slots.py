@@ -45,6 +45,7 @@ class SlotTable:
         num_taken, taken_nbytes: slots that this rank ever took, and the bytes of each region that they take.
         inherited: of the epoch before, not taken yet.
         bequest: slots of this epoch that the next one inherits; None until that is being agreed on.
+        is_possible: there is memory that ranks share; else nothing is looked for.
     """
 
     def __init__(self, links: LinkTable, meter: Meter | None) -> None:
@@ -52,6 +53,7 @@ class SlotTable:
         self.num_taken = self.taken_nbytes = 0
         self.inherited = InheritedSlots({})
         self.bequest: InheritedSlots | None = None
+        self.is_possible = True
         self._links = links
         self._meter = meter
         self._pollers: dict[SlotMemory, _Poller] = {}
