@@ -53,6 +53,9 @@ _FILL_STEPS: Final = 4
 _STALL: Final = 0.2
 _OPEN: Final = 0.4
 """Part of a path in which ports are not busy with other pairs, if each rank is the root of as many; likewise."""
+_UNLIKE_STALL: Final = 0.4
+"""The same of the first chunks of unlike senders, which windows do not keep at one pace."""
+_UNLIKE: Final = 1.25
 _RACK_STALL: Final = 0.1
 """The same of trees that share uplinks, however many chunks there are; likewise."""
 _ELEMENT_NBYTES: Final = 4
@@ -180,8 +183,11 @@ class Price(NamedTuple):
         chunk = min(part * profile.largest, chunk_nbytes)
         num_chunks = part * profile.largest / chunk if chunk else 1.0
         if self.shape is _Shape.TREES:
-            rates = network.rates
-            ports_s *= 1 + _STALL / num_chunks**0.75 + (_RACK_STALL if rates is not None and rates.uplinks else 0.0)
+            rates, stall = network.rates, _STALL / num_chunks**0.75
+            if rates is not None:
+                stall += _RACK_STALL if rates.uplinks else 0.0
+                stall += _UNLIKE_STALL / num_chunks if max(rates.send) > _UNLIKE * min(rates.send) else 0.0
+            ports_s *= 1 + stall
         busy_s, rest_s = max(work_s, ports_s), min(work_s, ports_s)
         path_s = self.path.seconds(chunk)
         if self.shape is _Shape.CHAINS:

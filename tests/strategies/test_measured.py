@@ -380,8 +380,8 @@ def test_seconds_by_rates_counted_by_hand() -> None:
         return up + 3 * 0.25 + 2 * nbytes / 8 + 20 + 0.25
 
     assert predict_seconds(star, layout, 16, network) == star_path(16)
-    # Host 2 has a third of host 0's port until host 1 is done, after 3/16 s for each byte: half is left, at 4 bytes/s.
-    assert predict_seconds(star, layout, 640, network) == star_path(64) + 9 / 10 * 640 * (3 / 16 + 1 / 8)
+    # Windows keep hosts 1 and 2 at one pace, so that host 0's port is full.
+    assert predict_seconds(star, layout, 640, network) == star_path(64) + 9 / 10 * 640 * 2 / 8
     chain = from_edges(4, [(0, 1), (0, 2), (2, 3)])
 
     def chain_path(nbytes: int) -> float:
