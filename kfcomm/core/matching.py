@@ -39,29 +39,34 @@ class Matching(Calls):
         """Give a whole chunk like earlier ones to its collective at once; None if ``match`` and ``arrived`` must."""
         # None for the first of its kind, an early, a late and a wrong one. Then nothing has changed, except that its
         # sender may be recorded as having posted, which is true in any case.
-        arrival = self._known(incoming, header, nbytes)
+        _, key_id, seq, number, lane, phase, index, stamp = header
+        arrival = incoming.arrivals.get((key_id, number, lane, phase))
         if arrival is None:
             return None
-        collective = arrival.live[header[2]]
-        collective.posted |= arrival.posted
-        if not collective.take(arrival.route, header[6], payload):
+        collective = arrival.live.get(seq)
+        # A use with deferred sends must learn that this sender has posted, which only ``match`` does.
+        if collective is None or collective.series is not arrival.series or collective.deferred:
             return None
-        if header[7] != collective.stamp and not incoming.window.pass_on(nbytes):
+        if index != arrival.last:
+            if index > arrival.last or nbytes != arrival.nbytes:
+                return None
+        elif nbytes != arrival.last_nbytes:
+            return None
+        # Both bits of a stamp at once: any other difference than the credit bit is another generation, a mismatch.
+        charged = stamp - collective.stamp
+        if charged and charged != 1:
+            return None
+        if collective.shortcut is not None and collective.shortcut.covers(arrival.sender):
+            return None
+        collective.posted |= arrival.posted
+        if not collective.take(arrival.route, index, payload):
+            return None
+        if charged and not incoming.window.pass_on(nbytes):
             effects.append((VIOLATION, incoming, OVERDRAWN))
         return collective
 
     def match(self, incoming: Incoming, header: Header, nbytes: int, effects: Effects) -> Ticket | None:
         """Return a ticket for a chunk; None if its payload is to be dropped (a violation is among the effects)."""
-        # A chunk like earlier ones is checked in half the time.
-        arrival = self._known(incoming, header, nbytes)
-        if arrival is not None:
-            known, route, index = arrival.live[header[2]], arrival.route, header[6]
-            if known.accepts(route, index):
-                known.posted |= arrival.posted
-                if header[7] == known.stamp or incoming.window.pass_on(nbytes):
-                    return (known, route, index)
-                effects.append((VIOLATION, incoming, OVERDRAWN))
-                return None
         _, number, seq, signature_number, _, _, _, stamp = header
         charged = stamp & 1
         key = incoming.keys.get(number)
@@ -99,30 +104,6 @@ class Matching(Calls):
             self._deliver_early(target.collective, item, effects)
 
     # ---------------------------------------------------------------- inside
-
-    @staticmethod
-    def _known(incoming: Incoming, header: Header, nbytes: int) -> Arrival | None:
-        """Return what is known of a chunk like earlier ones, for a collective that is posted; else None."""
-        _, key_id, seq, number, lane, phase, index, stamp = header
-        arrival = incoming.arrivals.get((key_id, number, lane, phase))
-        if arrival is None:
-            return None
-        collective = arrival.live.get(seq)
-        # A use with deferred sends must learn that this sender has posted: see ``_saw``.
-        if collective is None or collective.series is not arrival.series or collective.deferred:
-            return None
-        if index != arrival.last:
-            if index > arrival.last or nbytes != arrival.nbytes:
-                return None
-        elif nbytes != arrival.last_nbytes:
-            return None
-        # Both bits of a stamp at once: any other difference than the credit bit is another generation, a mismatch.
-        charged = stamp - collective.stamp
-        if charged and charged != 1:
-            return None
-        if collective.shortcut is not None and collective.shortcut.covers(arrival.sender):
-            return None
-        return arrival
 
     def _match_posted(self, collective: Collective, chunk: Shown, effects: Effects) -> Ticket | None:
         incoming, signature, header, nbytes = chunk

@@ -96,8 +96,7 @@ class Receiver:
         """Give a large payload its memory: in the result if it is part of that, else in a block."""
         effects: Effects = []
         ticket = self._router.match(_incoming(link), header, nbytes, effects)
-        if effects:
-            self._engine.perform(effects)
+        self._engine.perform(effects)
         payload = self._room(ticket, nbytes)
         payload.ticket = ticket
         if self.observers is not None:

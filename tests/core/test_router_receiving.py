@@ -218,31 +218,6 @@ def test_fast_path_beyond_credit_is_violation():
     assert desk.reasons() == ["more chunks than it had credit for"]
 
 
-@pytest.mark.parametrize("charged", [0, 1])
-def test_large_chunk_like_one_before_it_is_matched_before_it_has_arrived(charged):
-    desk = primed_desk()
-    second = list(desk.router.live)[1]
-    assert desk.chunk(1, "y", seq=1, charged=charged)[0] is second
-    assert [(effect[0], effect[1], effect[4]) for effect in desk.take()] == [(Do.FOLD, second, "y")]
-    assert second.missing_ranks() == (2,)
-    window = desk.incoming[1].window
-    window.matched(1000)  # enough to be worth an answer
-    assert window.settle() == Credit(1000 + charged * NBYTES, 1 + charged)
-
-
-def test_match_of_known_kind_beyond_credit_is_violation():
-    desk = primed_desk()
-    desk.incoming[1].window = ReceiveWindow(Credit(NBYTES - 1, 10))
-    assert desk.match(1, seq=1, charged=1) is None
-    assert desk.reasons() == ["more chunks than it had credit for"]
-
-
-def test_match_of_repeated_chunk_of_known_kind_is_violation():
-    desk = primed_desk()
-    assert desk.match(1, seq=0) is None
-    assert desk.reasons() == ["a chunk of 'grad' that does not belong there"]
-
-
 @pytest.mark.parametrize(
     "fields",
     [
