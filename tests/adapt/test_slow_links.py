@@ -29,13 +29,13 @@ def links(slow: int | None) -> Probe:
 
 
 RING_TAKES_S = 4.0
-TRIED = ("binary_tree_star", "packed_trees")
+TRIED = ("binary_tree_star", "packed_trees", "tree")
 """What fits these links, by prediction, the fastest first."""
 
 
 def falling(*seconds: float, until: int = 10_000) -> Cost:
-    """The network takes a second for a step, and longer from `DROPS_AT` on: for those that are tried, so many."""
-    taken_s = dict(zip(TRIED, seconds, strict=True))
+    """The network takes a second for a step, and longer from `DROPS_AT` on: for the first that are tried, so many."""
+    taken_s = dict(zip(TRIED, seconds, strict=False))
 
     def cost(rank: int, step: int, strategy: str) -> tuple[float, float]:
         return 1.0, taken_s.get(strategy, RING_TAKES_S) if DROPS_AT <= step < until else 1.0
@@ -88,7 +88,7 @@ async def test_a_link_that_drops() -> None:
 @pytest.mark.asyncio
 async def test_a_prediction_that_does_not_hold_is_followed_by_the_next(seconds: tuple[float, float]) -> None:
     decisions, in_force = await adapted(policy([]), cost=falling(*seconds), steps=60, strategy="ring")
-    first_good = next(name for name, took_s in zip(TRIED, seconds, strict=True) if took_s < 3.0)
+    first_good = next(name for name, took_s in zip(TRIED, seconds, strict=False) if took_s < 3.0)
     assert in_force[-1] == first_good
     times = f"{RING_TAKES_S / min(seconds):.2f}"
     assert f"keeps {first_good}, {times} times as fast as before" in [one.what for one in decisions]
@@ -114,7 +114,7 @@ async def test_strategy_without_gain_is_undone() -> None:
     decisions, in_force = await adapted(policy(looks), cost=falling(4.0, 5.0), steps=60, strategy="ring")
     what = [one.what for one in decisions]
     assert what[1] == "strategy ring -> binary_tree_star"
-    assert what[-2:] == ["goes back to ring: nothing is faster", "strategy packed_trees -> ring"]
+    assert what[-2:] == ["goes back to ring: nothing is faster", "strategy tree -> ring"]
     assert in_force[-1] == "ring"
     assert len(looks) == 2 * SIZE  # the slow state is the reference now
 
