@@ -46,7 +46,7 @@ from kfcomm.strategies.network import NetworkModel
 from kfcomm.types import Layout
 
 _SLACK: Final = 2
-"""Of a window: room for shares that change."""
+"""Windows hold that many times what is under way, since shares of a port change."""
 _PAUSE_S: Final = 2e-3
 """For which a program may pause without idle ports."""
 LEAST_CHUNK_NBYTES: Final = 1 << 13

@@ -16,7 +16,7 @@ To the others come
     the time in which a host's ranks give one of them what it passes on, beside the first of them, if several pairs
     wait for it; and
     where trees of several steps share ports, the idle time of ports in which they wait for each other, a fifth of
-    ``ports`` over m^¾ (fitted to the simulator).
+    ``ports`` over m^¾, and two fifths over m where senders are unlike (fitted to the simulator).
 
 With fewer processors than ranks a host's whole work, divided among its processors, is a third bound. Where hosts are
 unlike (``NetworkModel.rates``), each port, link and uplink of a rack takes its own time; leaves have windows (see
@@ -56,6 +56,7 @@ _OPEN: Final = 0.4
 _UNLIKE_STALL: Final = 0.4
 """The same of the first chunks of unlike senders, which windows do not keep at one pace."""
 _UNLIKE: Final = 1.25
+"""Between the fastest and the slowest port out: below it senders count as alike."""
 _RACK_STALL: Final = 0.1
 """The same of trees that share uplinks, however many chunks there are; likewise."""
 _ELEMENT_NBYTES: Final = 4

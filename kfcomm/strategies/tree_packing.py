@@ -24,8 +24,8 @@ A link between two hosts that is slower than both their ports is left alone, unl
 takes longer than the bound. Then hosts go a way round it, below a third one, and the weights are found by
 multiplicative weights, over stars, such trees, ports and links.
 
-Where these trees miss the bound, `packing_lp` finds others, with at most two or three hosts below each. The packing is
-taken whose busiest port needs the least time.
+Where hosts are unlike, `packing_lp` also finds trees with at most two or three hosts below each. The packing is taken
+whose busiest port needs the least time.
 
 With several ranks on a host each is in turn the one through which the others of its host speak; if all hosts are roots,
 there are as many copies of each tree.
@@ -56,7 +56,7 @@ _MOST_PAIRS: Final = 128  # as with `auto`: above it, not every rank of a host g
 _ROUNDS: Final = 1000  # of multiplicative weights
 _PRICE_STEP: Final = 0.1
 _FANS: Final = (2, 3)
-"""Hosts below one, at most, in trees for ports where unlike senders meet."""
+"""Hosts below one, at most, in further trees for hosts that are unlike."""
 _UNLIKE: Final = 1.25
 """Between the fastest port and the slowest link: below it senders count as alike."""
 _NEAR: Final = 1.01

@@ -147,13 +147,19 @@ def test_windows_grow_with_depth_and_with_what_latency_holds() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["star", "binary_tree", "multi_star", "double_tree"])
-async def test_results_do_not_depend_on_windows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    size, length = 5, 40_011
+@pytest.mark.parametrize("length", [5_003, 40_011])
+@pytest.mark.parametrize("wire_dtype", [None, "float16"])
+async def test_results_do_not_depend_on_windows(
+    name: str, length: int, wire_dtype: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 5
     strategy = replace(build(name, Layout.even(size, 3)).select(4 * length), chunk_nbytes=LEAST_CHUNK_NBYTES)
     results = []
     for window in (0, 1, 2):
         monkeypatch.setattr(ChunkSizes, "window", lambda *_, window=window: window)
         async with world(size, hosts=3, strategy=strategy) as comms:
             xs = [oracle.data("float32", length, rank) for rank in range(size)]
-            results += await everywhere(comms, lambda comm, xs=xs: comm.all_reduce(xs[comm.rank], "x"))
+            results += await everywhere(
+                comms, lambda comm, xs=xs: comm.all_reduce(xs[comm.rank], "x", wire_dtype=wire_dtype)
+            )
     assert all(same_bits(result, results[0]) for result in results)
