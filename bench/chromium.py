@@ -17,6 +17,8 @@ from typing import Any
 
 import aiohttp
 
+PATIENCE_S = 600.0
+"""A page that does not come to what it should show is a fault by then, however busy the machine is."""
 OPTIONS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--disable-extensions",
@@ -50,6 +52,9 @@ class Page:
                 self.errors.append(json.dumps(told["params"]["entry"]))
             elif told.get("method") == "Runtime.consoleAPICalled" and told["params"]["type"] in ("error", "assert"):
                 self.errors.append(json.dumps(told["params"]["args"]))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(ConnectionError("the browser has hung up"))
 
     async def call(self, method: str, **params: Any) -> Any:
         """Call a method of the protocol."""
@@ -68,12 +73,17 @@ class Page:
         return told["result"].get("value")
 
     async def until(self, script: str) -> Any:
-        """Value of an expression, once it is true."""
-        return await self.value(
-            "new Promise((done) => { const look = () => { let value = null; "
-            f"try {{ value = ({script}); }} catch (error) {{}} "
-            "if (value) done(value); else setTimeout(look, 20); }; look(); })"
-        )
+        """Value of an expression, once it is true; what the page shows is in the error if it never is."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await self.value(
+                    "new Promise((done) => { const look = () => { let value = null; "
+                    f"try {{ value = ({script}); }} catch (error) {{}} "
+                    "if (value) done(value); else setTimeout(look, 20); }; look(); })"
+                )
+        except TimeoutError:
+            text = await self.value("document.body.innerText")
+            raise AssertionError(f"still not true: {script}; logged {self.errors}; the page shows:\n{text}") from None
 
     async def picture(self) -> bytes:
         """PNG of the viewport."""

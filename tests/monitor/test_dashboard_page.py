@@ -72,14 +72,18 @@ async def test_page_names_the_rank_that_hangs_and_its_line(tmp_path: Path) -> No
             assert f"all_reduce '{MARKUP}'" in text
             assert "missing: rank 1" in text
             assert "<string>:13 in <module>" in text
-            assert await page.value("document.querySelectorAll('#graph .waiting').length") == 1
+            await page.until("document.querySelectorAll('#graph .waiting').length === 1")
 
 
 @pytest.mark.asyncio
-async def test_page_of_a_job_that_ends_says_so_and_why() -> None:
+async def test_page_of_a_job_that_ends_says_so_and_why(tmp_path: Path) -> None:
     needed()
-    program = "import time, kfcomm\nwith kfcomm.sync.init() as comm:\n time.sleep(2 + comm.rank)\n raise SystemExit(3)"
-    options = ("run", "-n", "2", "--dashboard", sys.executable, "-c", program)
+    seen = tmp_path / "seen"  # the server ends with the job, so the job waits until the page is there
+    program = (
+        "import os, sys, time, kfcomm\nwith kfcomm.sync.init() as comm:\n while not os.path.exists(sys.argv[1]):\n"
+        "  time.sleep(0.05)\n raise SystemExit(3)"
+    )
+    options = ("run", "-n", "2", "--dashboard", sys.executable, "-c", program, str(seen))
     pipe = asyncio.subprocess.PIPE
     run = await asyncio.create_subprocess_exec(*command(*options), env=environ(), stdout=pipe, stderr=pipe)
     assert run.stderr is not None
@@ -87,10 +91,13 @@ async def test_page_of_a_job_that_ends_says_so_and_why() -> None:
         while (found := re.search(r"dashboard: (\S+)", (await run.stderr.readline()).decode())) is None:
             assert not run.stderr.at_eof()
         async with chromium.page(found[1]) as page:
+            await page.until(f"{STATE} === 'runs'")
+            seen.touch()
             await page.until(f"{STATE} === 'ended'")
             await page.until("document.querySelector('#alarms').textContent.includes('failed first: exit code 3')")
             assert not [error for error in page.errors if "ERR_CONNECTION_REFUSED" not in error]
     finally:
+        seen.touch()
         await run.communicate()
     assert run.returncode == 3
 
