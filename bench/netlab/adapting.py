@@ -1,13 +1,15 @@
-"""A program that adapts while its network changes: all_reduce after all_reduce, watched by ``AvoidSlowLinks``.
+"""A program that adapts while its network changes: all_reduce after all_reduce, watched by a policy.
 
 It is started and conducted as ``bench.netlab.worker`` is, and writes, beside the times of its steps, the strategy of
-each and what was decided. The names of the steps do not matter: it begins with ``KFCOMM_STRATEGY``.
+each and what was decided. The names of the steps do not matter: it begins with ``KFCOMM_STRATEGY``. The policy is
+``AvoidSlowLinks``, or the one that the variable ``KFNETLAB_POLICY`` names.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -16,9 +18,12 @@ from typing import Any
 import kfcomm
 from bench.netlab.steps import Step
 from bench.netlab.worker import Time, conducted, numbers
-from kfcomm.adapt import Adaptation, AvoidSlowLinks, Decision
+from kfcomm.adapt import Adaptation, AutoStrategy, AvoidSlowLinks, Decision, Policy
 from kfcomm.bench.harness import run_on_loop
 from kfcomm.strategies import Strategy
+
+POLICY = "KFNETLAB_POLICY"
+POLICIES: dict[str, type[Policy]] = {"AvoidSlowLinks": AvoidSlowLinks, "AutoStrategy": AutoStrategy}
 
 
 async def packed(comm: kfcomm.Communicator) -> Strategy:
@@ -67,7 +72,8 @@ async def main() -> None:
     parser.add_argument("--conductor", type=Path, metavar="SOCKET")
     options = parser.parse_args()
     times = []
-    async with kfcomm.init() as comm, Adaptation(comm, [AvoidSlowLinks()]) as adaptation:
+    policy = POLICIES[os.environ.get(POLICY, "AvoidSlowLinks")]()
+    async with kfcomm.init() as comm, Adaptation(comm, [policy]) as adaptation:
         adapting = Adapting(comm, adaptation, options.steps[0].nbytes)
         async with conducted(options.conductor if comm.rank == 0 else None) as ask:
             for number in range(len(options.steps)):

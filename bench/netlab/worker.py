@@ -61,6 +61,7 @@ class Worker:
         self._comm = comm
         self._arrays: dict[int, tuple[Array, Array]] = {}
         self._strategies: dict[str, str | Strategy] = {}
+        self._is_set = comm.strategy.name  # set anew only for another one, so that `auto` can improve itself
         self._gloo = Gloo(comm)
 
     async def prepare(self, steps: Sequence[Step]) -> None:
@@ -77,8 +78,9 @@ class Worker:
         Raises:
             RuntimeError: the result is wrong.
         """
-        if step.strategy != GLOO:
+        if step.strategy not in (GLOO, self._is_set):
             await self._comm.set_strategy(self._strategies[step.strategy])
+            self._is_set = step.strategy
         given, result = self._of(step.nbytes)
         await self._comm.barrier("step")
         start_s, start_cpu_s = time.monotonic(), time.process_time()

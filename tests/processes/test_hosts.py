@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import signal
+
 import pytest
 
 from bench.netlab import Netlab, even
+from bench.netlab.hosts import Host
 from kfcomm.errors import CollectiveError, CollectiveTimeout, ConfigError, PeerLost
 from tests.launch.launched import command
 from tests.processes import roles
@@ -47,6 +51,31 @@ def test_hosts_that_do_not_reach_each_other_any_more_lose_each_others_ranks() ->
                 failure = call.failure(PeerLost)
                 assert (failure.fields["rank"] < 2) == (rank >= 2)
                 assert "silent for" in failure.message or "acknowledged nothing" in failure.message
+
+
+@pytest.mark.parametrize("strategy", ["star", "double_tree"])
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_is_killed_while_leaves_wait_for_results_is_named(strategy: str, victim: int) -> None:
+    with Netlab(even(4, 100e6), network="10.77.7.0/24") as lab:
+        run = command("run", "--keep-going", "-H", ",".join(f"{host.address}:1" for host in lab.hosts))
+        with on_hosts([host.inside(*run) for host in lab.hosts], 4) as world:
+            world.do(roles.join, strategy=strategy)
+            assert len(set(world.do(roles.all_reduce, name="x", elements=100_000))) == 1
+            # 32 MB take seconds, and have more chunks than a leaf may send before a result has come back
+            calls = start(world, roles.all_reduce, name="x", elements=4_000_000)
+            before = [_sent_nbytes(host) for host in lab.hosts]
+            while any(_sent_nbytes(host) < sent + 2_000_000 for host, sent in zip(lab.hosts, before, strict=True)):
+                pass
+            world[victim].signal(signal.SIGKILL)
+            for rank, call in enumerate(calls):
+                if rank != victim:
+                    assert call.failure(PeerLost).fields["rank"] == victim
+
+
+def _sent_nbytes(host: Host) -> int:
+    (found,) = json.loads(host.ip("-json", "-statistics", "link", "show", "port"))
+    nbytes: int = found["stats64"]["tx"]["bytes"]
+    return nbytes
 
 
 def test_the_interface_goes_by_the_route_unless_it_is_given() -> None:
