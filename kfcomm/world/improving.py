@@ -5,7 +5,7 @@ event loops (see `directed`), whatever calls they have made:
 
 1. *look*: all tell what the kernel has seen of the links in use. Where hosts are alike, that was all.
 2. *measure*: all hold further calls, and one rank of each host measures the links to the others, pair by pair. This
-   begins when that is estimated to take 2 % of the time for which the program has made calls.
+   begins when that is estimated to take a tenth of the time for which the program has made calls; it is done once.
 3. *choose*: all hear the rates, and compute ``auto`` with them. The first rank goes on only where that is predicted to
    be faster by 5 %, for messages of the sizes in use.
 4. *change*: all hold further calls, tell the next use of each name, and hear from which use on the new graphs hold (see

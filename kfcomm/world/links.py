@@ -35,7 +35,7 @@ class Pace:
     Attributes:
         tick_s: between two looks at whether the time has come.
         least_uses: calls before the first.
-        share: what measuring may take of the time for which the program has made calls.
+        share: what measuring may take of the time for which the program has made calls; it is done once.
         within_s: for ranks to answer while others hold their calls.
         patience_s: for ranks to answer while none does.
         most_times: that it is begun, if ranks do not answer in time.
@@ -44,7 +44,7 @@ class Pace:
 
     tick_s: float = 0.25
     least_uses: int = 8
-    share: float = 0.02
+    share: float = 0.1
     within_s: float = 2.0
     patience_s: float = 60.0
     most_times: int = 4
