@@ -52,7 +52,7 @@ class Directed:
         self._mailbox = mailbox
         self._served = served
         self._number = 0
-        self._telling: set[Handle[None]] = set()
+        self._telling: dict[tuple[int, int, int], Handle[None]] = {}  # by rank, question and place
         self._instructions: dict[int, list[Any]] = {}  # of the first rank, by question
         mailbox.serve(QUESTION, self._serve)
         mailbox.serve(AGAIN, self._tell_again)
@@ -90,15 +90,17 @@ class Directed:
     def tell(self, number: int, what: str, content: Any = None) -> None:
         """Tell all others what to do about a question; ``END``: nothing more."""
         self._instructions.pop(number - _MOST_KEPT, None)
+        self._telling = {
+            key: one for key, one in self._telling.items() if key[1] > number - _MOST_KEPT or not one.done()
+        }
         known = self._instructions.setdefault(number, [])
         known.append([what, content])
         for rank in self._others:
             self._tell(rank, number, len(known) - 1)
 
     def _tell(self, rank: int, number: int, place: int) -> None:
-        handle = self._send(rank, f"{TOLD}/{number}/{place}", self._instructions[number][place])
-        self._telling.add(handle)
-        handle.when_done(self._group.engine.reactor, self._telling.discard)
+        instruction = self._instructions[number][place]
+        self._telling[rank, number, place] = self._send(rank, f"{TOLD}/{number}/{place}", instruction)
 
     async def _tell_again(self, rank: int, message: Handle[Any]) -> None:
         try:
@@ -106,7 +108,9 @@ class Directed:
         except CollectiveError:  # likewise
             return
         number, place = unpacked(array)
-        if place < len(self._instructions.get(number, ())):
+        told = self._telling.get((rank, number, place))
+        # One that is under way arrives, if late, and is done then: a second one would never be received.
+        if told is not None and told.done() and (told.cancelled() or told.exception() is not None):
             self._tell(rank, number, place)
 
     @property
@@ -155,9 +159,10 @@ class Directed:
 
     def drains(self) -> list[Drain]:
         """Waits of a rank that closes, for its instructions to arrive."""
-        if not self._telling:
+        telling = [one for one in self._telling.values() if not one.done()]
+        if not telling:
             return []
-        done: asyncio.Future[Any] = asyncio.gather(*self._telling, return_exceptions=True)
+        done: asyncio.Future[Any] = asyncio.gather(*telling, return_exceptions=True)
         return [Drain(done, LEAVE_WITHIN_S, lambda: "for ranks to hear which graphs are in force")]
 
     def _send(self, to: int, tag: str, what: Any) -> Handle[None]:

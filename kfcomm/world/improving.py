@@ -152,11 +152,12 @@ class Improvement:
         """Measure the links, while no rank begins a call."""
         try:
             self._asked = number = self._directed.begin(MEASURE, None)
-            answers = await self._directed.answers(number, self._pace.within_s)
+            within_s = self._patience.within_s
+            answers = await self._directed.answers(number, within_s)
             if None in answers or self._hold() is None:
                 raise TakesNoPart
-            self._directed.tell(number, PROBE)
-            rates = await self._prober.run()
+            self._directed.tell(number, PROBE, within_s)
+            rates = await self._prober.run(within_s)
         finally:
             self._end()
             self._release()
@@ -180,7 +181,7 @@ class Improvement:
     async def _change(self, chosen: SizedStrategy) -> None:
         try:
             self._asked = number = self._directed.begin(CHANGE, None)
-            told = await self._directed.answers(number, self._pace.within_s)
+            told = await self._directed.answers(number, self._patience.within_s)
             # From here to the end nothing else runs on this rank: what it has begun by now is what counts.
             group = self._group
             if None in told or group.waits or group.is_set:
@@ -223,7 +224,7 @@ class Improvement:
         try:
             what, content = await self._directed.told(number, 0)
             if what == PROBE:
-                await self._prober.run()
+                await self._prober.run(content)
                 what, content = await self._directed.told(number, 1)
             if what == CHANGE and self._is_holding and self._chosen is not None:
                 self._group.change(self._chosen, self._layout, GENERATION + number, content)

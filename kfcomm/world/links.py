@@ -36,7 +36,8 @@ class Pace:
         tick_s: between two looks at whether the time has come.
         least_uses: calls before the first.
         share: what measuring may take of the time for which the program has made calls; it is done once.
-        within_s: for ranks to answer while others hold their calls.
+        within_s: for ranks to answer while others hold their calls; where calls take long, so long.
+        most_within_s: at most.
         patience_s: for ranks to answer while none does.
         most_times: that it is begun, if ranks do not answer in time.
         worth: how many times as fast a change has to be, by the model.
@@ -46,6 +47,7 @@ class Pace:
     least_uses: int = 8
     share: float = 0.1
     within_s: float = 2.0
+    most_within_s: float = 30.0
     patience_s: float = 60.0
     most_times: int = 4
     worth: float = 1.05
@@ -69,14 +71,20 @@ class Patience:
         self._begin = begin
         self._times = 0
         self._uses = 0
-        self._busy_s = self._looked_s = 0.0
+        self._busy_s = self._looked_s = self._longest_s = 0.0
         self._timer: Timer | None = None
+
+    @property
+    def within_s(self) -> float:
+        """Time for ranks to answer: an answer may be behind the data of the calls under way."""
+        return min(max(self._pace.within_s, 2 * self._longest_s), self._pace.most_within_s)
 
     def start(self) -> None:
         """Begin to wait, four times as long as before, unless it was begun often enough."""
         if self._times < self._pace.most_times:
             self._times += 1
             self._busy_s, self._looked_s = 0.0, self._group.engine.reactor.time()
+            self._longest_s = 0.0
             self._wait()
 
     def stop(self) -> None:
@@ -90,8 +98,11 @@ class Patience:
 
     def _look(self) -> None:
         now_s, uses = self._group.engine.reactor.time(), self._group.num_uses
-        if uses > self._uses:
+        begun_s = self._group.oldest_s()
+        if uses > self._uses or begun_s is not None:
             self._busy_s += now_s - self._looked_s
+        if begun_s is not None:
+            self._longest_s = max(self._longest_s, now_s - begun_s)
         self._uses, self._looked_s = uses, now_s
         due_s = survey_s(self._group) * 4 ** (self._times - 1) / self._pace.share
         if uses >= self._pace.least_uses and self._busy_s >= due_s:
@@ -127,7 +138,7 @@ class LinkProber:
         self._view: GroupView | None = None
         self._prober: Prober | None = None
 
-    async def run(self) -> Rates | None:
+    async def run(self, within_s: float) -> Rates | None:
         """Measure; None on a rank that is not the first of its host, and where it fails."""
         from kfcomm.probe.pairs import Enough
 
@@ -137,7 +148,7 @@ class LinkProber:
         if self._prober is None:
             self._prober = self._made(masters)
         try:
-            probe = await self._prober.run(NBYTES, ROUNDS, self._pace.within_s, Enough(ENOUGH_S, ENOUGH_NBYTES))
+            probe = await self._prober.run(NBYTES, ROUNDS, within_s, Enough(ENOUGH_S, ENOUGH_NBYTES))
         except KfcommError:
             return None  # the first rank knows it, too
         return probe.measured_layout().costs.rates

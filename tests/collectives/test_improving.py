@@ -38,7 +38,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Begins at once, and finds these rates, after some turns."""
 
     def begin(ports: tuple[float, ...] = UNLIKE, wait: Callable[[], int] = lambda: 3, **pace: Any) -> None:
-        async def run(prober: links.LinkProber) -> Rates | None:
+        async def run(prober: links.LinkProber, _within_s: float) -> Rates | None:
             await turns(wait())
             is_master = prober._group.view.rank in prober._group.layout.masters
             return rates_of(ports[: prober._group.layout.num_hosts]) if is_master else None
@@ -218,6 +218,28 @@ async def test_rank_that_does_not_answer_holds_the_others_up_for_a_moment_only(h
         comms[2]._improvement._directed._served = slow
         await everywhere(comms, lambda comm: work(comm, lambda: is_improved(comm), 100))
         assert len(calls) >= 3
+
+
+@pytest.mark.asyncio
+async def test_answers_may_take_as_long_as_calls(hasty: Any) -> None:
+    """On slow links an answer comes behind the data of calls."""
+    hasty(worth=0.0, within_s=0.01, most_times=1, least_uses=3, tick_s=1e-3)
+    async with world(3, hosts=3) as comms:
+        served = comms[2]._improvement._answer
+
+        async def late(number: int, kind: str, content: Any) -> None:
+            await asyncio.sleep(0.1)
+            await served(number, kind, content)
+
+        async def main(comm: Any) -> None:
+            ends = np.zeros(1)
+            while not ends[0]:
+                if comm.rank == 2:
+                    await asyncio.sleep(0.3)
+                ends = await comm.all_reduce([float(is_improved(comm))], "x", op="min")
+
+        comms[2]._improvement._directed._served = late
+        await everywhere(comms, main)
 
 
 @pytest.mark.asyncio
