@@ -230,7 +230,7 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for each, found in ratios.items():
             if each in here and (ranked or "beside_s" in here[each]):
                 found.append(here[each]["median_s"] / here[each].get("beside_s", ranked and ranked[0]["median_s"]))
-        if ranked and nbytes >= 1 << 20 and ranked[1]["median_s"] > 1.05 * ranked[0]["median_s"]:
+        if nbytes >= 1 << 20 and len(ranked) > 1 and ranked[1]["median_s"] > 1.05 * ranked[0]["median_s"]:
             clear += 1
             right += min(ranked, key=lambda row: row["simulated_s"]) is ranked[0]
     errors = [

@@ -89,6 +89,7 @@ def test_figures_of_the_aims():
 
 def test_a_part_alone_has_figures():
     assert "gloo" in table(ROWS[-1:])
+    assert "star" in table(ROWS[1:2])
     assert verdict(ROWS[-1:])["gloo, of auto after a probe: least, median, most"] == "2.000, 2.000, 2.000"
     assert "auto, of the best: least, median, most" not in verdict(ROWS[3:])
 
