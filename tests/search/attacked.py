@@ -70,6 +70,8 @@ class Life(attacks.Training):
     def __init__(self, comm: Any, seed: int) -> None:
         super().__init__(comm, plan_of(seed), seed)
         self._chance = Random(f"{seed} {self.birth}")
+        # Others die while their successors are yet to join: without one that lives on, nobody could let these in.
+        self._spared = Random(f"{seed} spared").randrange(SIZE)
 
     async def _step(self, step: Any) -> None:
         shared = Random(f"{self._seed} {step.number} disturbed")
@@ -81,7 +83,8 @@ class Life(attacks.Training):
                 await self.done(self.comm.set_strategy, shared.choice(STRATEGIES), timeout=TIMEOUT_S)
         if shared.random() < 0.15 and self.comm.size > 2:
             await self._in_group(sorted(shared.sample(range(self.comm.size), 2)))
-        dying = self._chance.random() < 0.03 and self.comm.size > 2
+        is_spared = self.birth == self._spared or self._spared not in self.comm.births
+        dying = self._chance.random() < 0.03 and self.comm.size > 2 and not is_spared
         if dying and self._chance.random() < 0.5:
             os.kill(os.getpid(), signal.SIGKILL)
         timer = threading.Timer(self._chance.random() * 0.01, os.kill, (os.getpid(), signal.SIGKILL))
