@@ -41,5 +41,7 @@ with kfcomm.sync.init(elastic=True) as comm:
             if total[SAMPLES]:  # all ranks leave in the same step
                 break
             time.sleep(0.005)
+    # Slurm signals a step more than once; an interpreter that ends has no handlers any more.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     uses = sorted(set(state.used.astype(int).tolist()))
     say(f"rank {rank} did steps {steps[0]} to {steps[-1]}, with {comm.size} ranks at the end: used {uses}")
