@@ -331,11 +331,9 @@ class Group:
         return sum(key.next_seq for key in self.engine.router.names.of_group(self.view.id))
 
     def oldest_s(self) -> float | None:
-        """When the oldest call under way was posted on this rank, by the reactor's clock; None without one."""
-        view = self.view.id
-        return min(
-            (one.posted_s for one in self.engine.in_flight() if one.collective.series.group.id == view), default=None
-        )
+        """Moment at which the oldest call under way was posted, by the reactor's clock; None without one."""
+        posted_s = [one.posted_s for one in self.engine.in_flight() if one.collective.group.id == self.view.id]
+        return min(posted_s, default=None)
 
     def sizes_in_use(self) -> dict[int, int]:
         """Number of names by the bytes of their messages, as far as plans are cached."""

@@ -90,9 +90,8 @@ class Directed:
     def tell(self, number: int, what: str, content: Any = None) -> None:
         """Tell all others what to do about a question; ``END``: nothing more."""
         self._instructions.pop(number - _MOST_KEPT, None)
-        self._telling = {
-            key: one for key, one in self._telling.items() if key[1] > number - _MOST_KEPT or not one.done()
-        }
+        for key in [key for key, one in self._telling.items() if key[1] <= number - _MOST_KEPT and one.done()]:
+            del self._telling[key]
         known = self._instructions.setdefault(number, [])
         known.append([what, content])
         for rank in self._others:

@@ -36,8 +36,8 @@ class Pace:
         tick_s: between two looks at whether the time has come.
         least_uses: calls before the first.
         share: what measuring may take of the time for which the program has made calls; it is done once.
-        within_s: for ranks to answer while others hold their calls; where calls take long, so long.
-        most_within_s: at most.
+        within_s: for ranks to answer while others hold their calls; twice the longest call's time, if that is more.
+        most_within_s: the most that this can be.
         patience_s: for ranks to answer while none does.
         most_times: that it is begun, if ranks do not answer in time.
         worth: how many times as fast a change has to be, by the model.

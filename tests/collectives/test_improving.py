@@ -243,6 +243,26 @@ async def test_answers_may_take_as_long_as_calls(hasty: Any) -> None:
 
 
 @pytest.mark.asyncio
+async def test_long_calls_count_in_full(hasty: Any) -> None:
+    """Measuring is due after some tenths of a second of calls; each of these takes 40 looks at the clock."""
+    hasty(worth=0.0, share=1.0, least_uses=3, tick_s=5e-3)
+    count = 0
+    async with world(3, hosts=3) as comms:
+
+        async def main(comm: Any) -> None:
+            nonlocal count
+            ends = np.zeros(1)
+            while not ends[0]:
+                if comm.rank == 2:
+                    count += 1
+                    await asyncio.sleep(0.2)
+                ends = await comm.all_reduce([float(is_improved(comm))], "x", op="min")
+
+        await everywhere(comms, main)
+    assert count < 20
+
+
+@pytest.mark.asyncio
 async def test_calls_that_are_held_can_be_cancelled_and_are_complete_after_a_close(hasty: Any) -> None:
     """The first rank closes during it: the others hear the outcome, and their calls end with it."""
     for seed in range(12):
