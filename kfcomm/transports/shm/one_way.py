@@ -73,10 +73,10 @@ class GatherSlot(ScatterSlot):
         self._rows = tuple(list(view) for view in self.views)
 
     @override
-    def _make(self, window: int, out: Array) -> None:
+    def _make(self, window: int, out: Array, count: int = 1) -> None:
         rows = self._rows[(self._first + window) & 1]
         for rank in self._order:
-            begin, end = self._bounds(window, rank)
+            begin, end = self._bounds(window, rank, count)
             whole = self._own if rank == self._rank else self._whole[rank] if self._whole else None
             at = self._parts[rank][0]
             source = rows[rank][: end - begin] if whole is None else whole[begin - at : end - at]

@@ -34,6 +34,8 @@ from kfcomm.types import override
 
 WINDOWS_AT_A_TIME = 16
 """Windows before others have their turn."""
+WINDOWS_IN_PLACE = 4
+"""Windows that are made at once if nothing is copied to buffers: four pieces still fit in a cache."""
 MAX_KNOWN = 64
 """Views of arrays in place that a slot caches."""
 
@@ -46,8 +48,8 @@ class PartedSlot(Slot):
     """
 
     __slots__ = (
-        "_copied", "_counts", "_dtype", "_first", "_folded", "_given", "_into", "_is_in_place", "_is_mapped",
-        "_is_over_given", "_is_result_in_place", "_known", "_made", "_order",
+        "_at_once", "_copied", "_counts", "_dtype", "_first", "_folded", "_given", "_into", "_is_in_place",
+        "_is_mapped", "_is_over_given", "_is_result_in_place", "_known", "_made", "_order",
         "_out_at", "_parts", "_piece", "_rows", "_shares", "_shown", "_size", "_their", "_whole",
     )  # fmt: skip
 
@@ -67,6 +69,7 @@ class PartedSlot(Slot):
         after = (rank + 1) % self._size
         self._order = [*range(after, self._size), *range(after)]
         self._first = self._folded = self._copied = 0
+        self._at_once = 1  # windows
         self._given: Array | None = None
         self._into: Array | None = None
         self._is_mapped = self._is_in_place = self._is_result_in_place = self._is_over_given = False
@@ -166,21 +169,26 @@ class PartedSlot(Slot):
             return False
         if not window:
             self._begin(out)
+            is_in_place = self._is_result_in_place and not self._is_over_given and bool(self._whole)
+            are_all = is_in_place and all(whole is not None for whole in self._whole)
+            self._at_once = WINDOWS_IN_PLACE if are_all else 1
+        count = min(self._at_once, self.num_words - window)
+        word += count - 1  # all windows in place were posted at once
         # A rank that posts a window has copied the one before the last, unless it has posted everything at once.
         if window > 1 and self._whole and not self._is_result_in_place and min(self._their[READ]()) < word - 2:
             return False
-        self._make(window, out)
+        self._make(window, out, count)
         if self._whole and not self.has_come(self.posted(), word):
             return False  # a contribution in place was withdrawn meanwhile
-        self._folded = window + 1
+        self._folded = window + count
         self._tell(SHARED, word)
         self._stored()
         return True
 
-    def _make(self, window: int, out: Array) -> None:
-        """Fold this rank's part of a window."""
+    def _make(self, window: int, out: Array, count: int = 1) -> None:
+        """Fold this rank's part of so many windows."""
         word = self._first + window
-        begin, end = self._bounds(window, self._rank)
+        begin, end = self._bounds(window, self._rank, count)
         given = [row[: end - begin] for row in self._rows[word & 1]]
         if self._given is not None:
             given[self._rank] = self._given[begin:end]
@@ -222,12 +230,16 @@ class PartedSlot(Slot):
         return True
 
     def _pass_next(self) -> bool:
-        """Go to the next window without a copy; returns whether all ranks have made their parts of this one."""
+        """Go to the next windows without a copy; returns whether all ranks have made their parts of one."""
         window = self._copied
-        if window == self._folded or not self.has_come(self._their[SHARED](), self._first + window):
+        words = self._their[SHARED]()
+        if window == self._folded or not self.has_come(words, self._first + window):
             return False
+        if self._is_in_place:
+            self._copied = min(self._folded, min(words) - self._first + 1)
+            return True
         self._copied = window + 1
-        if not self._is_in_place and window + 2 < self.num_words:
+        if window + 2 < self.num_words:
             self._show(window + 2)
         self._stored()
         return True
@@ -293,12 +305,12 @@ class PartedSlot(Slot):
                     buffer[at : at + end - begin] = given[begin:end]
         self._tell(POSTED, word)
 
-    def _bounds(self, window: int, rank: int) -> tuple[int, int]:
-        """Return begin and end of the piece of a rank in the message; it may be empty."""
+    def _bounds(self, window: int, rank: int, count: int = 1) -> tuple[int, int]:
+        """Return begin and end of the pieces of a rank in the message, of so many windows; they may be empty."""
         start, length = self._parts[rank]
         stop = start + length
         begin = start + window * self._piece
-        return min(begin, stop), min(begin + self._piece, stop)
+        return min(begin, stop), min(begin + count * self._piece, stop)
 
     def _tell(self, kind: int, word: int) -> None:
         self._words[kind + self.number] = word
