@@ -43,8 +43,7 @@ class Session(ControlEvents, StatusSource):
     ) -> None:
         self.rank = rank
         self.layout = layout = network.layout
-        # this host has more ranks than processors
-        self.is_crowded = 0 < layout.num_cpus < layout.hosts.count(layout.hosts[rank])
+        options.reactor.is_crowded = 0 < layout.num_cpus < layout.hosts.count(layout.hosts[rank])
         self.timeout_s = options.timeout_s
         self._options = options
         self.epoch = epoch

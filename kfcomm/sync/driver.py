@@ -90,7 +90,7 @@ class Driver:
             reactor.is_driven = lock.is_working = True
             handle = begin(*arguments)
             if type(handle) is Over or (
-                type(handle) is SlotUse and type(handle := self.turns.look_at_slot(handle, session)) is Over  # type: ignore[arg-type]
+                type(handle) is SlotUse and type(handle := self.turns.look_at_slot(handle)) is Over  # type: ignore[arg-type]
             ):
                 lock.is_working = reactor.is_driven = False  # as it was found: nothing of the engine's has moved
                 lock.release()

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from kfcomm.collectives.slot_use import Over, SlotUse
 from kfcomm.engine.executors import LATE_S
 from kfcomm.sync.thread import LOOK_EVERY_S, IoThread, WakeBell
-from kfcomm.transports.loop_driver import LoopDriver
+from kfcomm.transports.loop_driver import LINGER_S, LoopDriver
 from kfcomm.transports.reactor import Reactor
+from kfcomm.types import override
 
 if TYPE_CHECKING:
     from kfcomm.engine.session import Session
@@ -29,10 +30,6 @@ QUIET_S = 2e-3  # of fruitless looking until a leader rests
 # At descriptors, before the kernel is to wake this thread: that takes as long, and the answer is often on its way.
 SOCKET_LOOKS = 16
 SLOT_LOOKS = 64  # at a slot alone, until it is looked at with all the rest
-# Looks after which a caller sleeps for a moment, where a host has more ranks than processors. A caller that yields so
-# often without news has a processor to itself, while the others share the rest; once that one is idle, the system moves
-# another rank there.
-NAP_AFTER, NAP_S = 24, 50e-6
 # Time after a call, with nothing in flight and no caller, until the I/O thread parks. Long, since waking it takes the
 # caller's time (1 ms with more ranks than cores); a peer that cannot wait rings when it parks.
 LULL_S = 0.1
@@ -121,9 +118,21 @@ class IoDriver(LoopDriver):
             super()._turn(is_told=is_told)
             self._turns.tell_followers()
 
+    # While no caller waits all programs compute. Where ranks outnumber processors, looking takes the time of another's.
+
+    @override
     def _look(self) -> bool:
         """Between two looks a caller may take over."""
-        return self._io.lock.is_wanted() or super()._look()
+        if self._io.lock.is_wanted():
+            return True
+        if self._reactor.is_crowded:
+            sched_yield()
+            return False
+        return super()._look()
+
+    @override
+    def _spin_s(self) -> float:
+        return LINGER_S if self._reactor.is_crowded else super()._spin_s()
 
 
 class Turns:
@@ -152,20 +161,17 @@ class Turns:
             if not handle.done():  # another leads, or the handlers of signals have run
                 self.wait(handle, math.inf)
 
-    def look_at_slot(self, use: SlotUse, session: Session) -> Awaited[Any]:
+    def look_at_slot(self, use: SlotUse) -> Awaited[Any]:
         """Look a few times more at a slot alone; return what is over, or an operation that needs all the rest."""
         slot, word, lock = use.slot, use.word, self.lock
         if slot is None:
             return use.enter()
         is_wanted, posted = lock.is_wanted, slot.posted
         lock.is_working = False
-        for look in range(SLOT_LOOKS):
+        for _ in range(SLOT_LOOKS):
             if is_wanted():
                 break
-            if look == NAP_AFTER and session.is_crowded:
-                time.sleep(NAP_S)
-            else:
-                sched_yield()
+            sched_yield()
             words = posted()
             if min(words) < word:
                 slot.late = words

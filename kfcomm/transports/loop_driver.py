@@ -98,12 +98,16 @@ class LoopDriver:
         reactor = self._reactor
         now_s = reactor.time()
         quiet_since_s = self._quiet_since_s or now_s
-        if now_s - quiet_since_s > (SPIN_S if reactor.is_needed else LINGER_S):
+        if now_s - quiet_since_s > self._spin_s():
             if not reactor.park():
                 self.wake()
             return
         self.wake()
         self._quiet_since_s = quiet_since_s
+
+    def _spin_s(self) -> float:
+        """Polling without news before the loop parks."""
+        return SPIN_S if self._reactor.is_needed else LINGER_S
 
     def _set_timer(self) -> None:
         due_s = self._reactor.next_deadline_s
