@@ -21,7 +21,7 @@ import kfcomm
 from kfcomm.core import deadlines
 from kfcomm.sync import Communicator, driver, handle, thread, turns
 from kfcomm.testing import run_threads, sync_world
-from kfcomm.transports import reactor
+from kfcomm.transports import loop_driver, reactor
 from kfcomm.transports.shm import hub, link, receiver, sender
 from tests.launch.launched import environ
 from tests.sync.interrupts import AtMoment
@@ -317,6 +317,44 @@ def test_a_rank_parks_beside_a_quiet_poller(monkeypatch: pytest.MonkeyPatch) -> 
         called(*comms)
         for comm in comms:
             until(lambda comm=comm: not hub_of(comm).is_awake)
+
+
+class Needed(QuietPoller):
+    """One that awaits news, which never come."""
+
+    def __init__(self) -> None:
+        self.is_awake = self.is_needed = True
+        self.num_looks = 0
+
+    def progress(self) -> bool:
+        self.num_looks += 1
+        return False
+
+    def park(self) -> bool:
+        self.is_awake = False
+        return True
+
+
+@pytest.mark.parametrize("is_crowded", [False, True])
+def test_the_io_thread_leaves_processors_to_programs(is_crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a host has more ranks than processors it looks once in a turn, and parks soon."""
+    monkeypatch.setattr(loop_driver, "SPIN_S", 1e6)
+    monkeypatch.setattr(turns, "LINGER_S", -1.0)
+    io = thread.IoThread()
+    driving, needed = turns.Turns(io), Needed()
+    driving.reactor.is_crowded = is_crowded
+    try:
+        io.run(driving.reactor.pollers.append, needed)
+        io.run(driving.io_driver.wake)
+        if is_crowded:
+            until(lambda: not needed.is_awake)
+            assert needed.num_looks < loop_driver.LOOKS
+        else:
+            until(lambda: needed.num_looks > 100)
+            assert needed.is_awake
+        io.run(driving.io_driver.close)
+    finally:
+        io.stop()
 
 
 def test_between_two_calls_no_thread_polls_or_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
