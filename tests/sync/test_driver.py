@@ -337,7 +337,7 @@ class Needed(QuietPoller):
 
 @pytest.mark.parametrize("is_crowded", [False, True])
 def test_the_io_thread_leaves_processors_to_programs(is_crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a host has more ranks than processors it looks once in a turn, and parks soon."""
+    """With more ranks than processors it looks once in a turn, and parks soon."""
     monkeypatch.setattr(loop_driver, "SPIN_S", 1e6)
     monkeypatch.setattr(turns, "LINGER_S", -1.0)
     io = thread.IoThread()
