@@ -13,7 +13,7 @@ DEEPSPEED := deepspeed==0.19.8
 # Processes that share the tests, by module: most tests wait more than they work.
 WORKERS ?= 4
 # Of the torch backend: without the libraries above torch, and torch's own tests.
-TORCH_TESTS := $(filter-out %/test_above.py %/test_shipped.py,$(wildcard tests/torch/test_*.py))
+TORCH_TESTS := $(filter-out %/test_above.py %/test_shipped.py %/test_suites.py,$(wildcard tests/torch/test_*.py))
 # Each of these imports torch and JAX, and computes most of the time.
 FRAMEWORK_WORKERS ?= 2
 # Where this is set, as in many images, each of a thousand processes would compile all that it imports.
