@@ -91,7 +91,7 @@ def kept(bucket: Any) -> Any:
 def unshared(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     """The model for DDP, whose hook exchanges nothing."""
     parallel = replicated(model, group)
-    parallel.register_comm_hook(None, lambda _, bucket: kept(bucket))
+    parallel.register_comm_hook(None, lambda _, bucket: kept(bucket))  # an annotation has to be torch's own type
     return parallel
 
 

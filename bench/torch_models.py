@@ -4,10 +4,10 @@
     KFCOMM_TRANSPORT=tcp torchrun --nproc-per-node 4 bench/torch_models.py
 
 The tensors have the shapes of the models; computing a gradient is one addition to what it was, so that a step is next
-to nothing but DDP's own copies and the exchange; *alone* is a DDP whose hook exchanges nothing. One thread a rank. All
-take turns in the same processes, with a DDP made anew whose first steps are not counted. A turn's time is that of the
-slowest rank, its processor time that of all threads of all ranks; the ratio is the median over rounds. VGG-16 takes
-5 GB a rank, a third of it shared. Needs torch 2.14.
+to nothing but DDP's own copies and the exchange; *unshared* is a DDP whose hook exchanges nothing. One thread a rank.
+All take turns in the same processes, with a DDP made anew whose first steps are not counted. A turn's time is that of
+the slowest rank, its processor time that of all threads of all ranks; the ratio is the median over rounds. VGG-16 takes
+5 GB a rank, a third of it shared. Needs torch 2.13.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.torch_ddp import of_all, slowest
+from bench.torch_ddp import kept, of_all, slowest
 from kfcomm.bench.workloads import WORKLOADS
 from kfcomm.types import override
 
 FIRST_STEPS = 5
 """Of a DDP, in which it makes its buckets, and kfcomm finds their names and takes its memory."""
 NAMES = ("resnet50", "vgg16")
-BACKENDS = ("kfcomm", "gloo", "alone")
+BACKENDS = ("kfcomm", "gloo", "unshared")
 
 
 class Touch(torch.autograd.Function):  # type: ignore[misc]
@@ -67,18 +67,11 @@ class Shapes(nn.Module):  # type: ignore[misc]
         return total
 
 
-def kept(bucket: Any) -> Any:
-    """Result of a communication hook that exchanges nothing."""
-    found = torch.futures.Future()
-    found.set_result(bucket.buffer())
-    return found
-
-
 def turn(model: Shapes, backend: str, gloo: Any, steps: int) -> tuple[float, float]:
     """Seconds of a step on the slowest rank, and of processors on all ranks."""
     group = gloo if backend == "gloo" else None
     parallel = DistributedDataParallel(model, process_group=group, init_sync=False)
-    if backend == "alone":
+    if backend == "unshared":
         parallel.register_comm_hook(None, lambda _, bucket: kept(bucket))  # an annotation has to be torch's own type
     for _ in range(FIRST_STEPS):
         parallel().backward()
@@ -112,7 +105,7 @@ def main() -> None:
             continue
         for backend, turns in found.items():
             wall, busy = (1e3 * statistics.median(each) for each in zip(*turns, strict=True))
-            print(f"{name:9} {backend:7} {wall:7.1f} ms a step, {busy:7.1f} ms of processors")
+            print(f"{name:9} {backend:8} {wall:7.1f} ms a step, {busy:7.1f} ms of processors")
         ratio = statistics.median(b / a for (a, _), (b, _) in zip(found["kfcomm"], found["gloo"], strict=True))
         print(f"{name:9} {ratio:.2f} times as fast as Gloo", flush=True)
     dist.barrier()

@@ -73,7 +73,7 @@ class GatherSlot(ScatterSlot):
         self._rows = tuple(list(view) for view in self.views)
 
     @override
-    def _make(self, window: int, out: Array, count: int = 1) -> None:
+    def _make(self, window: int, out: Array, count: int) -> None:
         rows = self._rows[(self._first + window) & 1]
         for rank in self._order:
             begin, end = self._bounds(window, rank, count)

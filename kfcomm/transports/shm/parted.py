@@ -185,7 +185,7 @@ class PartedSlot(Slot):
         self._stored()
         return True
 
-    def _make(self, window: int, out: Array, count: int = 1) -> None:
+    def _make(self, window: int, out: Array, count: int) -> None:
         """Fold this rank's part of so many windows."""
         word = self._first + window
         begin, end = self._bounds(window, self._rank, count)
