@@ -1,7 +1,8 @@
 """Ctrl-C at a chosen moment: what a signal handler that raises may do to the main thread.
 
-CPython looks for signals only when a function begins, after a call and when a loop turns. So no signal arrives between
-entering a block and the moment from which its ``__exit__`` runs, or at the first line of a ``finally``.
+CPython looks for signals only when a function begins, after a call that returned and when a loop turns. So no signal
+arrives between entering a block and the moment from which its ``__exit__`` runs, or at the first line of a ``finally``
+or an ``except``.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class AtMoment:
         if frame.f_code.co_filename not in self._files:
             return None
         frame.f_trace_opcodes = True
+        if event == "exception":
+            self._last[frame] = ""  # no signal is looked for after a call that raised
         if event == "opcode" and not self.came:
             before = self._last.get(frame, "")
             self._last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]

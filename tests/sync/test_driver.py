@@ -602,6 +602,7 @@ def interrupted(interrupt: AtMoment, call: Any, one: Communicator, other: Commun
         reason = str(error)
         one.close()
     assert not reason or "interrupted at its work by KeyboardInterrupt" in reason
+    assert sys.exception() is None  # raised where no signal can arrive, an error would stay for the tests that follow
     theirs = answering.error()
     assert theirs is None or isinstance(theirs, (kfcomm.CollectiveAborted, kfcomm.PeerLost)), theirs
     return bool(reason)

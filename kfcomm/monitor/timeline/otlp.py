@@ -7,6 +7,7 @@ the job's, so that a timeline that is sent again gives the same spans. Importing
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
@@ -133,11 +134,12 @@ def _noted(session: Any) -> list[str]:
     request = session.request
 
     def requested(*args: Any, **options: Any) -> Any:
+        handled = sys.exception()
         try:
             response = request(*args, **options)
         except RequestException as error:
             cause: BaseException = error
-            while inner := cause.__cause__ or cause.__context__:
+            while (inner := cause.__cause__ or cause.__context__) and inner is not handled:
                 cause = inner
             reasons[:] = [getattr(cause, "strerror", None) or str(cause)]
             raise

@@ -17,6 +17,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from kfcomm import __version__
 from kfcomm.cli import main
+from kfcomm.errors import KfcommError
 from kfcomm.monitor.timeline import otlp, read_files
 from kfcomm.testing import run_ranks, world
 from tests.monitor.timeline.traces import about, collective, record, sampled, written
@@ -172,6 +173,16 @@ def test_a_missing_collector_is_an_error_in_one_line(tmp_path: Path, hasty: None
     url = f"http://127.0.0.1:{free_port()}"
     done = sent(tmp_path, url)
     assert (done.exit_code, done.stderr) == (1, f"kfcomm: error: no spans accepted by {url}: Connection refused\n")
+
+
+def test_a_timeline_sent_while_another_error_is_handled_names_its_own(tmp_path: Path, hasty: None) -> None:
+    two_ranks(tmp_path)
+    traces, url = read_files([tmp_path]), f"http://127.0.0.1:{free_port()}"
+    try:
+        raise ValueError("the job has failed")
+    except ValueError:
+        with pytest.raises(KfcommError, match=f"no spans accepted by {url}: Connection refused"):
+            otlp.send(traces, url)
 
 
 @pytest.mark.parametrize("status", [301, 404, 503])
