@@ -35,7 +35,7 @@ PLAIN = (type(None), bool, int, float, str, bytes, tuple, enum.Enum)
 
 
 FRAMEWORKS = {
-    "torch": ("kfcomm.torch", "kfcomm.torch.optimizers", "kfcomm.horovod.torch"),
+    "torch": ("kfcomm.torch", "kfcomm.torch.optimizers", "kfcomm.horovod.torch", "kfcomm.horovod.elastic"),
     "jax": ("kfcomm.jax", "kfcomm.jax.optimizers"),
     "distributed": ("kfcomm.dask",),
     "ray": ("kfcomm.ray",),

@@ -16,6 +16,7 @@ from kfcomm.common.arguments import whole_number
 from kfcomm.elastic.calls import KINDS
 from kfcomm.elastic.dispatcher import Dispatcher
 from kfcomm.elastic.reports import EpochReports
+from kfcomm.elastic.requests import SizeRequests
 from kfcomm.errors import CollectiveTimeout, ConfigError, RendezvousError
 from kfcomm.types import Candidate, Seconds
 from kfcomm.world.communicator import Communicator
@@ -52,6 +53,7 @@ class ElasticCommunicator:
         self.elastic: Any = None
         self._calls: Dispatcher | None = None
         self._reports = EpochReports()
+        self._requests = SizeRequests()
         self._timeout: Seconds | None = None
         self._by_uids = {comm.births: comm}
 
@@ -195,13 +197,48 @@ class ElasticCommunicator:
                 raise CollectiveTimeout(said["late"])
             if "wrong" in said:
                 raise ConfigError(said["wrong"])
-            plan = EpochPlan.of(said["plan"])
-            try:
-                made, _, is_planned = await comm._succeed(b"resize", plan=plan, timeout=timeout)
-            except Released:
+            if not await self._carry_out(EpochPlan.of(said["plan"]), timeout):
                 return False
-            self._move(made)
-            self._reports.begin(made, comm.births, plan if is_planned else NO_PLAN)
+        return True
+
+    async def follow_requests(self, *, timeout: Any = None) -> bool:
+        """Carry out what was asked of the job since: ranks join and leave; all ranks call it, without an ``Elastic``.
+
+        Waiting ranks join, as far as the size of ``propose_size`` allows; of too many ranks the last ones leave, as do
+        those of ``propose_replacement``. If nothing was asked, nothing happens: ``epoch`` tells. Else this communicator
+        is the one of the next epoch, as with ``resize``, and the program sends the joining ranks its state.
+
+        Args:
+            timeout: seconds; None for the communicator's.
+
+        Returns:
+            Whether this rank stays; else it has to close.
+
+        Raises:
+            ConfigError: an ``Elastic`` is open, which does it by itself.
+            PeerLost: a rank died: ``shrink``. The others may have continued without it already, if ``epoch`` tells so.
+            Partitioned: as with ``shrink``.
+
+        Cost: a broadcast of a small object.
+        """
+        self._check_not_open("follow_requests")
+        comm = self.current
+        self._requests.look(comm)
+        mine = self._requests.plan(comm) if comm.rank == 0 else NO_PLAN
+        plan = EpochPlan.of(await comm.broadcast_object(mine, 0, "kfcomm/plan", timeout=timeout))
+        return plan == NO_PLAN or await self._carry_out(plan, timeout)
+
+    async def _carry_out(self, plan: EpochPlan, timeout: Any) -> bool:
+        """Change the ranks by a plan, or without those that die meanwhile; False if this rank leaves."""
+        former = self.current
+        try:
+            made, _, is_planned = await former._succeed(b"", plan=plan, timeout=timeout)
+        except Released:
+            return False
+        self._move(made)
+        if is_planned:
+            self._requests.done(plan)
+        self._reports.begin(made, former.births, plan if is_planned else NO_PLAN)
         return True
 
     async def propose_size(self, size: int) -> None:

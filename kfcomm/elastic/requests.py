@@ -26,8 +26,9 @@ class SizeRequests:
         self._tasks: list[asyncio.Task[None]] = []
 
     def look(self, comm: Communicator) -> None:
-        """Begin to read requests, if this rank is the first of its epoch."""
+        """Begin to read requests, until the epoch is over, if this rank is its first."""
         if comm.rank == 0 and not self._tasks:
+            comm._session.engine.end_listeners.append(self.close)
             membership = comm._session.network.membership
             loop = comm._session.engine.loop
 

@@ -4,28 +4,30 @@
 
     import kfcomm.horovod.torch as hvd        # was: import horovod.torch as hvd
 
-Names, arguments and defaults are Horovod's. Errors are kfcomm's. Not here: ``elastic``, ``join`` and process sets; see
-"Move over from Horovod" for what takes their place.
+Names, arguments and defaults are Horovod's. Errors are kfcomm's. Not here: ``join`` and process sets; see "Move over
+from Horovod" for what takes their place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-import kfcomm.sync
+from kfcomm.arrays.devices.cuda import nccl_version
 from kfcomm.errors import ConfigError
-from kfcomm.sync.communicator import Communicator
+from kfcomm.horovod import elastic
+from kfcomm.horovod.world import communicator, init, is_initialized, local_rank, local_size, rank, shutdown, size
 from kfcomm.torch import optimizers, state
 from kfcomm.types import Op
 
 __all__ = [
     "Adasum", "Average", "Compression", "DistributedOptimizer", "Max", "Min", "Product", "Sum", "allgather",
     "allgather_object", "allreduce", "allreduce_", "allreduce_async", "barrier", "broadcast", "broadcast_",
-    "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "communicator", "init", "is_initialized",
-    "local_rank", "local_size", "poll", "rank", "shutdown", "size", "synchronize",
+    "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "communicator", "elastic", "init",
+    "is_initialized", "local_rank", "local_size", "nccl_built", "poll", "rank", "shutdown", "size", "synchronize",
 ]  # fmt: skip
 
 Average, Sum, Min, Max, Product = Op.AVG, Op.SUM, Op.MIN, Op.MAX, Op.PROD
@@ -40,76 +42,28 @@ class Compression:
     bf16 = "bfloat16"
 
 
-class _World:
-    comm: Communicator | None = None
+def allreduce(
+    tensor: Any, average: bool | None = None, name: str | None = None, compression: str | None = None,
+    op: str | None = None,
+) -> Any:  # fmt: skip
+    """The average, or what ``op`` makes, of all ranks' tensors, as a new tensor; ``average=False`` is ``op=Sum``."""
+    return communicator().all_reduce(tensor, name, op=_op(average, op), wire_dtype=compression)
 
 
-_world = _World()
-"""Horovod's functions take no communicator: a process has one."""
-
-
-def init() -> None:
-    """Join the world of the launcher. May be called again."""
-    if _world.comm is None:
-        _world.comm = kfcomm.sync.init()
-
-
-def shutdown() -> None:
-    """Leave the world. May be called again."""
-    comm, _world.comm = _world.comm, None
-    if comm is not None:
-        comm.close()
-
-
-def is_initialized() -> bool:
-    """Whether ``init`` was called."""
-    return _world.comm is not None
-
-
-def communicator() -> Communicator:
-    """The communicator behind these functions: for strategies, statistics and dumps.
-
-    Raises:
-        ConfigError: ``init`` was not called.
-    """
-    if _world.comm is None:
-        raise ConfigError("Horovod's functions need a world: call hvd.init() first")
-    return _world.comm
-
-
-def rank() -> int:
-    """Rank of this process."""
-    return communicator().rank
-
-
-def size() -> int:
-    """Number of ranks."""
-    return communicator().size
-
-
-def local_rank() -> int:
-    """Rank of this process on its host."""
-    return communicator().local_rank
-
-
-def local_size() -> int:
-    """Number of ranks on this host."""
-    return communicator().local_size
-
-
-def allreduce(tensor: Any, name: str | None = None, compression: str | None = None, op: str = Average) -> Any:
-    """The average, or what ``op`` makes, of all ranks' tensors, as a new tensor."""
-    return communicator().all_reduce(tensor, name, op=op, wire_dtype=compression)
-
-
-def allreduce_(tensor: Any, name: str | None = None, op: str = Average) -> Any:
+def allreduce_(tensor: Any, average: bool | None = None, name: str | None = None, op: str | None = None) -> Any:
     """``allreduce`` in place; returns the tensor."""
-    return communicator().all_reduce(tensor, name, op=op, out=tensor)
+    return communicator().all_reduce(tensor, name, op=_op(average, op), out=tensor)
 
 
-def allreduce_async(tensor: Any, name: str | None = None, op: str = Average) -> Any:
+def allreduce_async(tensor: Any, average: bool | None = None, name: str | None = None, op: str | None = None) -> Any:
     """Begin an ``allreduce``; a handle for ``poll`` and ``synchronize``."""
-    return communicator().all_reduce_async(tensor, name, op=op)
+    return communicator().all_reduce_async(tensor, name, op=_op(average, op))
+
+
+def _op(average: bool | None, op: str | None) -> str:
+    if average is not None and op is not None:
+        raise ConfigError(f"expected average or op, got average={average!r} and op={op!r}")
+    return (Sum if average is False else Average) if op is None else op
 
 
 def allgather(tensor: Any, name: str | None = None) -> Any:
@@ -162,25 +116,34 @@ def allgather_object(obj: Any) -> list[Any]:
     return state.all_gather_object(obj, communicator())
 
 
+def nccl_built() -> bool:
+    """Whether NCCL is there, with CuPy, so that tensors of different devices do not pass host memory."""
+    try:
+        return nccl_version() > 0
+    except ConfigError:  # CuPy is missing
+        return False
+
+
 def DistributedOptimizer(  # noqa: N802  Horovod's
-    optimizer: torch.optim.Optimizer, named_parameters: Any = None, compression: str | None = None, op: str = Average,
+    optimizer: torch.optim.Optimizer, named_parameters: Any = None, compression: str | None = None,
+    backward_passes_per_step: int = 1, op: str = Average, gradient_predivide_factor: float = 1.0,
 ) -> Any:  # fmt: skip
     """Average gradients in each ``step()``; returns the same object, after all ranks got rank 0's parameters.
 
-    ``kfcomm.torch.attach`` does it during the backward pass, which is faster, and takes a compression.
+    It gets Horovod's methods ``synchronize()``, which averages before the step, and ``skip_synchronize()``.
+    ``kfcomm.torch.attach`` averages during the backward pass, which is faster, and has more compressions.
 
     Args:
         optimizer: of the model.
         named_parameters: not needed: parameters match by their place in the optimizer.
-        compression: must be None.
+        compression: of `Compression`; with ``Average`` only.
+        backward_passes_per_step: not needed: each ``step()`` averages what the passes before it have added up.
         op: ``Average`` or ``Adasum``.
+        gradient_predivide_factor: not needed: gradients are divided once, by the number of ranks.
 
     Raises:
-        ConfigError: a compression was asked for; further see ``kfcomm.torch.optimizers.synchronous_sgd``.
+        ConfigError: see ``kfcomm.torch.optimizers.synchronous_sgd``.
     """
-    if compression is not None:
-        raise ConfigError(
-            f"DistributedOptimizer(compression={compression!r}) is not supported: call "
-            f"kfcomm.torch.attach(model, optimizer, hvd.communicator(), compression={compression!r})"
-        )
-    return optimizers.synchronous_sgd(optimizer, communicator(), op=op)
+    made: Any = optimizers.synchronous_sgd(optimizer, communicator(), op=op, wire_dtype=compression)
+    made.synchronize, made.skip_synchronize = made.agree, nullcontext
+    return made

@@ -107,6 +107,11 @@ class ElasticCommunicator(Adapter[Async]):
         return self._io.wait_for(lambda: self._inner.resize(size, timeout=timeout))
 
     @outermost
+    def follow_requests(self, *, timeout: Any = None) -> bool:
+        """Let ranks join and leave. See ``kfcomm.elastic.ElasticCommunicator.follow_requests``."""
+        return self._io.wait_for(lambda: self._inner.follow_requests(timeout=timeout))
+
+    @outermost
     def propose_size(self, size: int) -> None:
         """Propose a number of ranks. See ``kfcomm.elastic.ElasticCommunicator.propose_size``."""
         self._io.wait_for(lambda: self._inner.propose_size(size))

@@ -55,8 +55,9 @@ def problem_of(algorithm: Algorithm, traffic: TrafficOptions, comm: Any) -> str 
         )
     if op == "adasum" and given:
         return f"{given[0]} is for means of gradients: algorithm 'adasum' needs their exact inner products"
-    if op is not None and "monitor" in algorithm.options:
-        return "a monitor is given to attach: attach(..., monitor=...)"
+    for name in ("monitor", "wire_dtype"):
+        if op is not None and name in algorithm.options:
+            return f"a {name} is given to attach: attach(..., {name}=...)"
     return None
 
 

@@ -59,7 +59,7 @@ __all__ = [
 
 def synchronous_sgd(
     optimizer: torch.optim.Optimizer, comm: Any, *, op: str = "avg", monitor: GradientMonitor | None = None,
-    name: str = NAME,
+    name: str = NAME, wire_dtype: str | None = None,
 ) -> Agreeing:  # fmt: skip
     """Step with the mean of all ranks' gradients: `kfcomm.train.SynchronousSGD`.
 
@@ -69,6 +69,7 @@ def synchronous_sgd(
         op: ``avg``, or ``adasum``.
         monitor: is updated with the gradients.
         name: of the collectives; optimizers of one communicator need different names.
+        wire_dtype: ``float16`` or ``bfloat16``: of gradients on their way, see `kfcomm.Communicator.all_reduce`.
 
     Raises:
         CollectiveMismatch: on all ranks: they have different optimizers, or different algorithms.
@@ -77,7 +78,8 @@ def synchronous_sgd(
 
     Cost: a broadcast of the parameters, and the cost of the algorithm.
     """
-    return agreeing(optimizer, comm, name, lambda *_: SynchronousSGD(comm, op=op, monitor=monitor, name=name))
+    options: Any = {"op": op, "monitor": monitor, "name": name, "wire_dtype": wire_dtype}
+    return agreeing(optimizer, comm, name, lambda *_: SynchronousSGD(comm, **options))
 
 
 def sma(optimizer: torch.optim.Optimizer, comm: Any, alpha: float = 0.1, *, name: str = NAME) -> Agreeing:

@@ -39,8 +39,8 @@ class Algorithm:
     ============== ======================== ====================================================
     kind           class                    options
     ============== ======================== ====================================================
-    ssgd           `SynchronousSGD`         ``op``, ``monitor``
-    adasum         the same                 ``monitor`` is refused
+    ssgd           `SynchronousSGD`         ``op``, ``monitor``, ``wire_dtype``
+    adasum         the same                 none: a ``monitor`` and a ``wire_dtype`` are refused
     sma            `SMA`                    ``alpha``
     ea-sgd         `ElasticAveraging`       ``alpha``, ``every``
     local-sgd      `LocalSGD`               ``every``, which has to be given

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kfcomm.adapt.guarded import GUARD, StepGuard
+from kfcomm.arrays.reduce import wire_dtype_of
+from kfcomm.errors import ConfigError
 from kfcomm.train.agreement import Agreement
 from kfcomm.train.gradient_monitor import SUMS, GradientMonitor
 from kfcomm.train.procedure import Comm, Pending, Procedure, call, is_elastic
@@ -38,9 +42,10 @@ class SynchronousSGD(Agreement):
         op: how gradients are combined: ``avg``, or ``adasum`` (see ``all_reduce``).
         monitor: learns from the gradients, all ranks' (with the same ``every``) or none's; with ``avg`` only.
         name: see `Agreement`.
+        wire_dtype: of gradients on their way, see ``all_reduce``; with ``avg`` only, without a monitor or a guard.
 
     Raises:
-        ConfigError: ``op`` is another, or ``adasum`` is to be monitored.
+        ConfigError: ``op`` is another, or does not go with the other arguments.
 
     Cost: an ``all_reduce`` of the gradients, S bytes, at each step; with a monitor 28 n more (float64: 56 n).
     """
@@ -50,16 +55,20 @@ class SynchronousSGD(Agreement):
     shared_state = ("_monitor",)
 
     def __init__(
-        self, comm: Comm, *, op: str = "avg", monitor: GradientMonitor | None = None, name: str | None = None
-    ) -> None:
+        self, comm: Comm, *, op: str = "avg", monitor: GradientMonitor | None = None, name: str | None = None,
+        wire_dtype: str | None = None,
+    ) -> None:  # fmt: skip
         problem = op_problem(op)
         if monitor is not None and op != "avg":
             problem = "a monitor learns from gradients that are averaged, by op='avg'"
+        if wire_dtype is not None:
+            problem = problem or _wire_problem(wire_dtype, op, monitor)
         self._op = op
+        self._wire_dtype = wire_dtype
         self._monitor = monitor
         self._guard: StepGuard | None = None  # of the exchange that begins
         every = None if monitor is None else monitor.every
-        super().__init__(comm, name, {"op": op, "monitored_every": every}, problem)
+        super().__init__(comm, name, {"op": op, "monitored_every": every, "wire_dtype": wire_dtype}, problem)
 
     def guarded(self, tree: Tree, guard: StepGuard) -> Pending[Tree]:
         """Exchange gradients as ``gradients`` does, with the rows of a guard, which judges them; for ``Step.guarded``.
@@ -67,7 +76,10 @@ class SynchronousSGD(Agreement):
         Raises:
             StepVoid: from waiting, on all ranks: the step is void; the monitor learns nothing from it.
             GuardFailed: see ``GuardSteps``.
+            ConfigError: with a ``wire_dtype``, which would round what the guard judges by.
         """
+        if self._wire_dtype is not None:
+            raise ConfigError(f"guarded gradients are not rounded: leave out wire_dtype={self._wire_dtype!r}")
         self._guard = guard
         return self.gradients(tree)
 
@@ -79,13 +91,25 @@ class SynchronousSGD(Agreement):
             given[SUMS] = monitor.sums(own)
         if guard is not None:
             given[GUARD] = guard.row(own)
-        found = yield call("all_reduce_many", given, f"{self.name}/gradients", op=self._op)
+        key, wire_dtype = f"{self.name}/gradients", self._wire_dtype
+        found = yield call("all_reduce_many", given, key, op=self._op, wire_dtype=wire_dtype)
         sums = found.pop(SUMS, None)
         if guard is not None:
             guard.judge(found.pop(GUARD), found)
         if monitor is not None:
             monitor.update(sums, found)
         return rebuilt(tree, found)
+
+
+def _wire_problem(wire_dtype: str, op: str, monitor: GradientMonitor | None) -> str | None:
+    """Fault of a ``wire_dtype``; None without one."""
+    try:
+        wire_dtype_of(wire_dtype, np.dtype(np.float32))
+    except ConfigError as error:
+        return str(error)
+    if op != "avg" or monitor is not None:
+        return f"wire_dtype={wire_dtype!r} goes with op='avg', without a monitor"
+    return None
 
 
 # ---------------------------------------------------------------- models

@@ -337,6 +337,10 @@ async def test_wrong_use() -> None:
             await step.guarded(np.ones(3), loss=np.ones(1))
             with pytest.raises(ConfigError, match="exchanged already"):
                 await step.guarded(np.ones(3))
+        rounding = SynchronousSGD(comms[0], wire_dtype="float16")
+        async with Adaptation(comms[0], [GuardSteps()]) as adaptation, adaptation.step() as step:
+            with pytest.raises(ConfigError, match="leave out wire_dtype='float16'"):
+                await step.guarded(np.ones(3), way=rounding)
         with pytest.raises(ConfigError, match="one GuardSteps"):
             Adaptation(comms[0], [GuardSteps(), GuardSteps()])
         await works(comms)

@@ -88,6 +88,93 @@ async def test_invalid_sizes_are_refused() -> None:
                 await comm.resize(2)
 
 
+@pytest.mark.asyncio
+async def test_requests_are_carried_out_where_all_ranks_call_it() -> None:
+    async with world(2, elastic=True) as comms:
+
+        async def until_changed(comm: Any) -> list[Any]:
+            epoch = comm.epoch
+            while await comm.follow_requests():
+                if comm.epoch != epoch:
+                    return [comm.births, await total(comm)]
+            return []
+
+        async def old(comm: Any) -> Any:
+            assert await comm.follow_requests()
+            assert comm.epoch == 0  # nothing was asked
+            if comm.rank == 1:
+                await comm.propose_size(3)
+            found = await until_changed(comm)
+            if comm.rank == 0:
+                await comm.propose_replacement(1)
+            return found + await until_changed(comm)
+
+        async def new(birth: int) -> Any:
+            comm: Any = await comms.join(birth)
+            assert await total(comm) == 9.0
+            return await until_changed(comm)
+
+        said = await asyncio.gather(*map(old, list(comms)), new(5))
+        assert said == [[(0, 1, 5), 9.0, (0, 5), 7.0], [(0, 1, 5), 9.0], [(0, 5), 7.0]]
+
+
+@pytest.mark.asyncio
+async def test_requests_wait_where_a_rank_dies_meanwhile() -> None:
+    """A rank that had the plan has died: the others continue without it first, and carry out the request then."""
+    async with world(3, elastic=True) as comms:
+        doomed: Any = comms[2]._session
+
+        async def main(comm: Any) -> Any:
+            if comm.rank == 0:
+                await comm.propose_size(1)
+            if comm.rank == 2:
+
+                async def open_entry(epoch: int) -> Any:
+                    comms.kill(2)
+                    raise Died
+
+                doomed.network.open_entry = open_entry
+            epochs = [comm.epoch]
+            try:
+                while await comm.follow_requests():
+                    epochs += [comm.epoch] * (comm.epoch != epochs[-1])
+                    if comm.size == 1:
+                        return epochs, comm.births
+            except Died:
+                return None
+            return epochs, ()
+
+        said = await run_ranks(comms, main)
+        assert said[2] is None
+        assert said[0][1] == (0,)
+        assert said[1][1] == ()  # released
+        assert said[0][0][:-1] == said[1][0][: len(said[0][0]) - 1]
+
+
+@pytest.mark.asyncio
+async def test_requests_are_the_business_of_an_open_elastic() -> None:
+    async with world(1, elastic=True) as comms:
+        comm: Any = comms[0]
+        async with Elastic(comm, State()):
+            with pytest.raises(ConfigError, match="while an Elastic is open"):
+                await comm.follow_requests()
+
+
+def test_requests_without_a_loop() -> None:
+    with sync_world(3, elastic=True) as comms:
+
+        def main(comm: Any) -> Any:
+            if comm.rank == 1:
+                comm.propose_size(2)
+            comm.barrier()
+            while comm.size == 3:
+                if not comm.follow_requests():
+                    return None
+            return comm.all_reduce(np.ones(1))[0]
+
+        assert run_threads(list(comms), main) == [2.0, 2.0, None]
+
+
 def test_without_a_loop() -> None:
     with sync_world(3, elastic=True) as comms:
 

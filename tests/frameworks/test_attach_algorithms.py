@@ -292,6 +292,7 @@ def test_load_of_another_models_state_changes_nothing() -> None:
         ({"algorithm": "sma", "compression": "topk"}, "compression is for gradients that travel"),
         ({"algorithm": "sma", "wire_dtype": "float16"}, "wire_dtype is for gradients that travel"),
         ({"algorithm": "adasum", "compression": "powersgd"}, "compression is for means of gradients"),
+        ({"algorithm": Algorithm("ssgd", wire_dtype="float16")}, r"attach\(..., wire_dtype=...\)"),
         ({"algorithm": "smart"}, "algorithm 'smart' is not known"),
         ({"algorithm": Algorithm("sma", alpha=2.0)}, "alpha is above 0 and at most 1"),
         ({"elastic": object()}, "elastic is a kfcomm.elastic.ElasticSampler"),

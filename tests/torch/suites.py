@@ -96,7 +96,7 @@ def only_gloos(source: Path, files: tuple[str, ...] = FILES) -> set[str]:
         if file not in there:
             print(f"{file:50} is not there")
     if not there:
-        raise SystemExit(f"{source} has none of these files")
+        raise SystemExit(f"expected some of {', '.join(files)} in {source}; found none")
     check_stand_in()
     return set().union(*(compared(source, file) for file in there))
 

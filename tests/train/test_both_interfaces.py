@@ -151,6 +151,19 @@ async def test_ranks_that_go_different_ways_see_both_sides_whatever_they_call_fi
     assert said[0] == said[1]
 
 
+@pytest.mark.parametrize("wire_dtype", ["float16", "bfloat16"])
+@pytest.mark.asyncio
+async def test_gradients_are_rounded_on_their_way_only(wire_dtype: str) -> None:
+    async def main(comm: Communicator) -> Any:
+        way = SynchronousSGD(comm, wire_dtype=wire_dtype)
+        return await way.gradients({"a": np.array([1 + 2**-20, comm.rank], np.float32), "b": np.ones(2)})
+
+    async with world(2) as comms:
+        for found in await run_ranks(comms, main):
+            assert found["a"].tolist() == [1.0, 0.5]
+            assert (found["a"].dtype, found["b"].dtype) == (np.float32, np.float64)
+
+
 @pytest.mark.asyncio
 async def test_trees_that_differ_are_an_error_on_all() -> None:
     async def main(comm: Communicator) -> None:

@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kfcomm.errors import ConfigError
-from kfcomm.train import SMA, AdaSGD, Agreement, DiLoCo, ElasticAveraging, LocalAdaAlter, LocalSGD, SynchronousSGD
+from kfcomm.train import (
+    SMA,
+    AdaSGD,
+    Agreement,
+    DiLoCo,
+    ElasticAveraging,
+    GradientMonitor,
+    LocalAdaAlter,
+    LocalSGD,
+    SynchronousSGD,
+)
 from kfcomm.train.agreement import leaves, mapped, rebuilt
 from tests.train.scripted import Alone, model, raw, together
 
@@ -84,6 +94,9 @@ def test_adasgd_changes_at_one_step_on_all_ranks(is_told: bool) -> None:
         lambda comm: LocalAdaAlter(comm, model(0), 2, epsilon=0),
         lambda comm: LocalAdaAlter(comm, model(0), 2, initial=-1),
         lambda comm: SynchronousSGD(comm, op="max"),
+        lambda comm: SynchronousSGD(comm, wire_dtype="float32"),
+        lambda comm: SynchronousSGD(comm, op="adasum", wire_dtype="float16"),
+        lambda comm: SynchronousSGD(comm, monitor=GradientMonitor(comm, 8), wire_dtype="float16"),
     ],
 )
 def test_numbers_out_of_their_range(make: Callable[[Any], Agreement]) -> None:
