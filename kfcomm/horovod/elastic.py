@@ -219,7 +219,7 @@ def _leave_lost() -> bool:
 
 
 class ElasticSampler(torch.utils.data.Sampler):  # type: ignore[misc]
-    """Order of a rank's samples in an epoch: used samples do not come again when the ranks change.
+    """Order of a rank's samples in an epoch; after a change of the ranks only unused samples are given.
 
     Put it into the `TorchState`, call ``record_batch`` after each batch, and ``set_epoch`` at the end of each epoch.
 
