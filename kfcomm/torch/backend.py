@@ -18,7 +18,7 @@ from kfcomm.errors import CollectiveTimeout, ConfigError, KfcommError, PeerLost
 from kfcomm.sync.communicator import Communicator
 from kfcomm.torch.bases import NAME, Base
 from kfcomm.torch.c10d import MAX_COMPLETERS, NOTHING, Ending, TorchWork, as_torch
-from kfcomm.torch.collectives import Collectives
+from kfcomm.torch.collectives import Collectives, Reported
 from kfcomm.torch.compiling import uncompiled_methods
 from kfcomm.torch.ddp import SharedBuffers
 from kfcomm.torch.flight_record import FlightRecord, kept_calls, recorded
@@ -152,6 +152,7 @@ class KfcommBackend(Collectives, TorchMessages, Base):  # type: ignore[misc]
         self._store = store
         self._calls = TorchCalls(store, comm.rank, comm.mismatched)
         self._buffers = SharedBuffers(comm) if comm.shares_memory else None
+        self._reported, self._reported_twice = (Reported(self._calls, comm, steps) for steps in (1, 2))
 
     @property
     def communicator(self) -> Communicator:

@@ -59,20 +59,20 @@ OPS = {
     Kind.PREMUL_SUM: Op.SUM,
 }
 # An enum of C++: two that are equal need not be the same object.
-BY_NUMBER = {int(kind): op for kind, op in OPS.items()}
-PLAIN_SUM, PREMULTIPLIED = int(Kind.SUM), int(Kind.PREMUL_SUM)
+BY_NUMBER = {hash(kind): op for kind, op in OPS.items()}
+PLAIN_SUM, PREMULTIPLIED = hash(Kind.SUM), hash(Kind.PREMUL_SUM)
 FOR_BOOL = {Op.SUM: Op.OR, Op.PROD: Op.AND, Op.MAX: Op.OR, Op.MIN: Op.AND}
 """A bool cannot hold a count: a sum is true if any summand is."""
 
 
 def meaning_of(reduce_op: Any, dtype: Any) -> tuple[Op, Any]:
     """The op of a ``ReduceOp`` for tensors of this dtype, and the factor of each tensor before it; None for 1."""
-    kind = reduce_op.op if isinstance(reduce_op, dist.ReduceOp) else reduce_op
-    number = int(kind)
+    number = hash(reduce_op)  # its number, in one call of C++
     if number == PLAIN_SUM and dtype is not torch.bool:
         return Op.SUM, None
     op = BY_NUMBER.get(number)
     if op is None:
+        kind = reduce_op.op if isinstance(reduce_op, dist.ReduceOp) else reduce_op
         raise ConfigError(f"op {kind} is not supported; supported are {', '.join(one.name for one in OPS)}")
     if dtype is torch.bool:
         op = FOR_BOOL.get(op, op)

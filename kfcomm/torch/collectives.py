@@ -20,6 +20,7 @@ from kfcomm.torch.ddp import BucketWork, SharedBuffers, is_bucket
 from kfcomm.torch.fsdp import allocate_for_caller, count_of
 from kfcomm.torch.naming import TorchCall, TorchCalls, next_name
 from kfcomm.torch.tensors import place, places, read, together
+from kfcomm.types import Op
 
 UNSET = timedelta(0)
 """A timeout that is not above this means the group's."""
@@ -33,6 +34,8 @@ class Collectives:
     _calls: TorchCalls
     _completers: ThreadPoolExecutor
     _buffers: SharedBuffers | None
+    _reported: Reported
+    _reported_twice: Reported
 
     # ---------------------------------------------------------------- the same shape on all ranks
 
@@ -41,14 +44,16 @@ class Collectives:
         (tensor,) = tensors
         if tensor.layout is torch.sparse_coo:
             return self.allreduce_sparse(tensors, opts)
-        with _Reported(self):
+        buffers = None
+        with self._reported:
             op, factor = meaning_of(opts.reduceOp, tensor.dtype)
             x, finish = place(tensor)
             source = x if factor is None else read(tensor * factor)
-            op, finish = whole_mean(op, finish, tensor, self._comm.size)
+            if op is Op.AVG:
+                op, finish = whole_mean(op, finish, tensor, self._comm.size)
             # The result stays in shared memory until the work is waited for, so it may need no other step.
-            is_shared = opts.asyncOp and tensor.is_cpu and finish is None and is_bucket(tensor)
-            buffers = self._buffers if is_shared else None
+            if opts.asyncOp and tensor.is_cpu and finish is None and is_bucket(tensor):
+                buffers = self._buffers
             own = None if buffers is None or factor is not None else buffers.own(tensor)
             buffer = buffers.filled(source) if buffers is not None and own is None else own
         if buffers is None:
@@ -65,7 +70,7 @@ class Collectives:
 
     def allreduce_coalesced(self, tensors: Sequence[Any], opts: Any) -> Any:
         """Implement ``dist.all_reduce_coalesced``: all tensors together, in few messages."""
-        with _Reported(self):
+        with self._reported:
             op, factor = meaning_of(opts.reduceOp, tensors[0].dtype)
             xs, finish = places(tensors)
             sources = xs if factor is None else [read(tensor * factor) for tensor in tensors]
@@ -74,7 +79,7 @@ class Collectives:
     def allreduce_sparse(self, tensors: Sequence[Any], opts: Any) -> Any:
         """Implement ``dist.all_reduce``: the indices and values of all ranks are gathered, and added up on each."""
         (tensor,) = tensors
-        with _Reported(self, steps=2):
+        with self._reported_twice:
             indices, values = sparse_parts(tensor, opts.reduceOp)
         # Ranks differ in their numbers of entries, which `all_gather` with ``concat`` allows.
         found: dict[str, Any] = {}
@@ -93,7 +98,7 @@ class Collectives:
         """Implement ``dist.reduce``."""
         (tensor,) = tensors
         root = opts.rootRank
-        with _Reported(self):
+        with self._reported:
             op, factor = meaning_of(opts.reduceOp, tensor.dtype)
             x, finish = place(tensor)
             source = x if factor is None else read(tensor * factor)
@@ -105,7 +110,7 @@ class Collectives:
     def broadcast(self, tensors: Sequence[Any], opts: Any) -> Any:
         """Implement ``dist.broadcast``."""
         (tensor,) = tensors
-        with _Reported(self):
+        with self._reported:
             # As bytes wherever nothing is folded: so tensors of any dtype travel.
             x, finish = place(tensor, as_bytes=True)
         return self._run("broadcast", x, opts, tensors, finish, root=opts.rootRank, out=x)
@@ -119,14 +124,14 @@ class Collectives:
     def allgather(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Any:
         """Implement ``dist.all_gather``."""
         (into,), (tensor,) = outputs, inputs
-        with _Reported(self):
+        with self._reported:
             outs, finish = places(into, as_bytes=True)
             x = read(tensor, as_bytes=True)
         return self._run("all_gather", x, opts, [into], finish, out=outs)
 
     def all_gather_single(self, output: Any, source: Any, opts: Any) -> Any:
         """Implement ``dist.all_gather_into_tensor``."""
-        with _Reported(self):
+        with self._reported:
             (out, finish), x = _rows(output, self._comm.size), read(source, as_bytes=True)
         if self._buffers is not None:
             allocate_for_caller(self.allocate_tensor)
@@ -134,7 +139,7 @@ class Collectives:
 
     def allgather_coalesced(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Any:
         """Implement ``dist.all_gather_coalesced``: ``outputs[r][i]`` is what rank r gave as ``inputs[i]``."""
-        with _Reported(self):
+        with self._reported:
             xs = [read(one, as_bytes=True) for one in inputs]
             made = [torch.empty((self._comm.size, *one.shape), dtype=one.dtype) for one in inputs]
             outs = [_rows(whole, self._comm.size)[0] for whole in made]
@@ -148,7 +153,7 @@ class Collectives:
 
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Any:
         """Several of ``all_gather_single``, in few messages."""
-        with _Reported(self):
+        with self._reported:
             found = [_rows(output, self._comm.size) for output in outputs]
             xs = [read(one, as_bytes=True) for one in inputs]
         finish = together(step for _, step in found)
@@ -157,7 +162,7 @@ class Collectives:
     def gather(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Any:
         """Implement ``dist.gather``."""
         (tensor,), root = inputs, opts.rootRank
-        with _Reported(self):
+        with self._reported:
             x = read(tensor, as_bytes=True)
             into = outputs[0] if root == self._comm.rank else []
             outs, finish = places(into, as_bytes=True)
@@ -165,7 +170,7 @@ class Collectives:
 
     def gather_single(self, output: Any, source: Any, opts: Any) -> Any:
         """Rank ``opts.rootRank`` gets the tensors of all ranks, one after the other."""
-        with _Reported(self):
+        with self._reported:
             x = read(source, as_bytes=True)
             out, finish = _rows(output, self._comm.size) if opts.rootRank == self._comm.rank else (None, None)
         return self._run("gather", x, opts, [output], finish, root=opts.rootRank, out=out)
@@ -175,7 +180,7 @@ class Collectives:
     def scatter(self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any) -> Any:
         """Implement ``dist.scatter``."""
         (tensor,), root = outputs, opts.rootRank
-        with _Reported(self, steps=2):
+        with self._reported_twice:
             out, finish = place(tensor, as_bytes=True)
             parts = None
             if root == self._comm.rank:
@@ -186,7 +191,7 @@ class Collectives:
     def reduce_scatter(self, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], opts: Any) -> Any:
         """Implement ``dist.reduce_scatter``."""
         (tensor,), (given,) = outputs, inputs
-        with _Reported(self):
+        with self._reported:
             op, factor = meaning_of(opts.reduceOp, tensor.dtype)
             out, finish = place(tensor)
             xs = [read(one if factor is None else one * factor) for one in given]
@@ -194,7 +199,7 @@ class Collectives:
 
     def reduce_scatter_single(self, output: Any, source: Any, opts: Any) -> Any:
         """Implement ``dist.reduce_scatter_tensor``."""
-        with _Reported(self):
+        with self._reported:
             op, factor = meaning_of(opts.reduceOp, output.dtype)
             out, finish = place(output)
             x = read(source if factor is None else source * factor)
@@ -213,7 +218,7 @@ class Collectives:
 
     def alltoall(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Any:
         """Implement ``dist.all_to_all``."""
-        with _Reported(self, steps=2):
+        with self._reported_twice:
             outs, finish = places(outputs, as_bytes=True)
             xs = [read(one, as_bytes=True) for one in inputs]
         return self._run("all_to_all", xs, opts, outputs, finish, out=outs)
@@ -223,7 +228,7 @@ class Collectives:
     ) -> Any:
         """Implement ``dist.all_to_all_single``."""
         size = self._comm.size
-        with _Reported(self, steps=2 if output_rows or input_rows else 1):
+        with self._reported_twice if output_rows or input_rows else self._reported:
             (out, finish), x = place(output, as_bytes=True), read(source, as_bytes=True)
             if not output_rows and not input_rows:
                 count = _count(x)
@@ -250,17 +255,23 @@ class Collectives:
     ) -> Any:  # fmt: skip
         """Call a verb of the communicator, blocking or not as torch's ``opts`` say; ``gives`` is its future's value."""
         # When the result has arrived, ``take`` is called with it, and then ``finish``.
-        name, call = self._named(verb, x, opts, options)
-        given = () if verb == "barrier" else (x,)
+        name = next_name()
+        call = self._calls.begin(verb, x, options) if name is None else None
+        timeout = opts.timeout
+        if timeout > UNSET:
+            options["timeout"] = timeout
+        options["name"] = name if call is None else call.name
+        if verb != "barrier":
+            options["x"] = x
         if opts.asyncOp:
-            handle = getattr(self._comm, f"{verb}_async")(*given, name=name, **options)
+            handle = getattr(self._comm, f"{verb}_async")(**options)
             if call is not None:
                 call.handle = weakref.ref(handle)
             if take is not None:
                 finish = partial(_taken, handle, take, finish)
             return TorchWork(handle, Ending(gives, finish, self._completers))
         try:
-            result = getattr(self._comm, verb)(*given, name=name, **options)
+            result = getattr(self._comm, verb)(**options)
         except KfcommError as error:
             raise as_torch(error) from None
         finally:
@@ -284,13 +295,17 @@ class Collectives:
         return call.name, call
 
 
-class _Reported:
-    """Block that prepares a call: an error in it also fails this call on the other ranks, which would else wait."""
+class Reported:
+    """Block that prepares a call: an error in it also fails this call on the other ranks, which would else wait.
 
-    __slots__ = ("_of", "_steps")
+    ``steps``: of the call, see ``Communicator.refuse``.
+    """
 
-    def __init__(self, of: Collectives, steps: int = 1) -> None:
-        self._of = of
+    __slots__ = ("_calls", "_comm", "_steps")
+
+    def __init__(self, calls: TorchCalls, comm: Communicator, steps: int = 1) -> None:
+        self._calls = calls
+        self._comm = comm
         self._steps = steps
 
     def __enter__(self) -> None:
@@ -300,9 +315,9 @@ class _Reported:
         if isinstance(error, Exception):
             name = next_name()
             if name is None:
-                self._of._calls.refused(error)
+                self._calls.refused(error)
             else:
-                self._of._comm.refuse(name, error, steps=self._steps)
+                self._comm.refuse(name, error, steps=self._steps)
             if isinstance(error, KfcommError):
                 as_torch(error)
 

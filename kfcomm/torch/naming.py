@@ -15,19 +15,24 @@ import contextlib
 import json
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from types import CodeType
-from typing import Any
+from itertools import count
+from time import monotonic
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
 
 from kfcomm.collectives.group import IN_ORDER
 from kfcomm.common.arguments import checked_name
 from kfcomm.monitor.dumps import OTHERS
 
-_names = threading.local()
-"""Of this thread: the current name, and the number of calls that have used it."""
+
+class _Names(threading.local):
+    current: list[Any] | None = None  # name of `named`, and the number of calls that have used it
+
+
+_names = _Names()
 
 
 @contextmanager
@@ -49,7 +54,7 @@ def named(name: str) -> Iterator[None]:
         ConfigError: the name is not allowed.
     """
     given = checked_name(name)
-    outer = getattr(_names, "current", None)
+    outer = _names.current
     _names.current = [given, 0]
     try:
         yield
@@ -59,7 +64,7 @@ def named(name: str) -> Iterator[None]:
 
 def next_name() -> str | None:
     """The name of the call that this thread makes now; None outside of `named`."""
-    current = getattr(_names, "current", None)
+    current = _names.current
     if current is None:
         return None
     name, used = current
@@ -73,8 +78,14 @@ LOOK_EVERY_S, LOOK_AT_LEAST_EVERY_S = 0.5, 5.0
 """Interval of comparisons: at first, and for a call that waits long."""
 MAX_WORDS = 1024
 """Kinds of calls with names of their own, the same number on all ranks; further kinds share a name per verb."""
+ABOVE = 2
+"""From `TorchCalls.begin` to the frame of the backend's method: each look at a frame of kfcomm's costs 0.1 µs."""
 MAX_IN_FLIGHT = 64
 """Records kept before finished calls are removed."""
+
+
+Words: TypeAlias = "tuple[str, str, Iterator[int]]"
+"""Of a kind of calls: name, description, and numbers for the uses of the name."""
 
 
 class TorchCall:
@@ -82,14 +93,14 @@ class TorchCall:
 
     __slots__ = ("_code", "_line", "begun_s", "handle", "name", "number", "seq", "what")
 
-    def __init__(self, number: int, name: str, what: str, seq: int) -> None:
+    def __init__(self, number: int, name: str, what: str, seq: int, frame: FrameType | None) -> None:
         self.number = number  # in the order of its group
         self.name = name  # of the collective; empty for a call that was refused
         self.seq = seq  # number of the use of the name
         self.what = what
-        self.begun_s = time.monotonic()
+        self.begun_s = monotonic()
         self.handle: weakref.ref[Any] | None = None  # weak: the caller decides how long a result lives
-        self._code, self._line = _caller()
+        self._code, self._line = _caller(frame)
 
     def is_under_way(self) -> bool:
         """Whether it is not done."""
@@ -116,8 +127,8 @@ class TorchCalls:
         self._rank = rank
         self._fail = fail
         self._in_flight: dict[int, TorchCall] = {}
-        self._words: dict[Hashable, tuple[str, str]] = {}
-        self._uses: dict[str, int] = {}
+        self._words: dict[Hashable, Words] = {}
+        self._uses: dict[str, Iterator[int]] = {}
         self._stop = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -127,11 +138,9 @@ class TorchCalls:
         words = self._words.get(kind)
         if words is None:
             words = self._new_words(verb, kind)
-        number, name = self.number, words[0]
+        number, (name, what, uses) = self.number, words
         self.number = number + 1
-        self._uses[name] = seq = self._uses.get(name, -1) + 1
-        call = TorchCall(number, *words, seq)
-        self._in_flight[number] = call
+        self._in_flight[number] = call = TorchCall(number, name, what, next(uses), sys._getframe(ABOVE))
         # Started here: a group with named calls only needs no thread.
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="kfcomm-torch-order", daemon=True)
@@ -142,7 +151,7 @@ class TorchCalls:
 
     def refused(self, error: BaseException) -> None:
         """Record a call that cannot be made on this rank, so that the others, which wait for it, find out."""
-        call = TorchCall(self.number, "", f"a call that was refused ({error})", 0)
+        call = TorchCall(self.number, "", f"a call that was refused ({error})", 0, sys._getframe(1))
         self.number += 1
         with contextlib.suppress(RuntimeError):  # without the store the group fails anyway
             self._compare(call)
@@ -157,12 +166,13 @@ class TorchCalls:
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
 
-    def _new_words(self, verb: str, kind: tuple[Any, ...]) -> tuple[str, str]:
+    def _new_words(self, verb: str, kind: tuple[Any, ...]) -> Words:
         what = _in_words(*kind)
-        words = f"{IN_ORDER}{what}", what
-        if len(self._words) >= MAX_WORDS:
-            return f"{IN_ORDER}{verb}", what
-        self._words[kind] = words
+        is_full = len(self._words) >= MAX_WORDS
+        name = f"{IN_ORDER}{verb if is_full else what}"
+        words = name, what, self._uses.setdefault(name, count())
+        if not is_full:
+            self._words[kind] = words
         return words
 
     def _oldest(self) -> TorchCall | None:
@@ -178,7 +188,7 @@ class TorchCalls:
         pause_s = LOOK_EVERY_S
         while not self._stop.wait(pause_s):
             call = self._oldest()
-            if call is None or time.monotonic() - call.begun_s < PATIENCE_S:
+            if call is None or monotonic() - call.begun_s < PATIENCE_S:
                 pause_s = LOOK_EVERY_S
                 continue
             pause_s = min(2 * pause_s, LOOK_AT_LEAST_EVERY_S)
@@ -238,20 +248,17 @@ def _in_words(verb: str, dtype: Any, length: Any, op: Any, root: int | None) -> 
     return said if root is None else f"{said}, root {root}"
 
 
-def _caller() -> tuple[CodeType | None, int]:
-    """The innermost line that is not in torch or kfcomm."""
-    frame = sys._getframe(2)
-    while True:
+def _caller(frame: FrameType | None) -> tuple[CodeType | None, int]:
+    """The innermost line that is not in torch or kfcomm, from a frame on."""
+    while frame is not None:
         code = frame.f_code
         is_program = _is_program.get(code.co_filename)
         if is_program is None:
             is_program = _is_program[code.co_filename] = not code.co_filename.startswith(OTHERS)
         if is_program:
             return code, frame.f_lineno
-        outer = frame.f_back
-        if outer is None:
-            return None, 0
-        frame = outer
+        frame = frame.f_back
+    return None, 0
 
 
 _is_program: dict[str, bool] = {}

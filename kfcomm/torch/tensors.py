@@ -69,10 +69,9 @@ def _flat(tensor: Any, as_bytes: bool) -> Any:
     """The elements of a plain tensor. Not by `Tensor.numpy`: after it FSDP could not free memory by resizing."""
     if not tensor.is_cpu:
         return tensor.view(-1)
-    name = _NAMES.get(tensor.dtype)
-    if name is None and not as_bytes:
-        raise unsupported(str(tensor.dtype).removeprefix("torch."))
-    dtype = dtype_of(name or "uint8")
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        dtype = _new_dtype(tensor.dtype, as_bytes)
     nbytes = tensor.nbytes
     if not nbytes:
         return np.empty(0, dtype)
@@ -90,4 +89,16 @@ def _bytes_of(nbytes: int) -> Any:
     return c_char * nbytes
 
 
+_DTYPES: dict[Any, np.dtype[Any]] = {}
+"""NumPy's dtypes of torch's, as far as they were used."""
 _NAMES = {getattr(torch, name): name for name in SUPPORTED_NAMES}
+
+
+def _new_dtype(dtype: Any, as_bytes: bool) -> np.dtype[Any]:
+    name = _NAMES.get(dtype)
+    if name is not None:
+        _DTYPES[dtype] = found = dtype_of(name)
+        return found
+    if not as_bytes:
+        raise unsupported(str(dtype).removeprefix("torch."))
+    return np.dtype(np.uint8)
