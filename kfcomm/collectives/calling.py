@@ -104,8 +104,8 @@ class VerbCalls:
 
         ``handle``: to be returned; a new one if left out.
         """
-        if options.strategy is not None:
-            again = self._again_along(verb, x, name, options, handle)
+        if options.strategy is not None or options.has_limits:
+            again = self._again_with(verb, x, name, options, handle)
             if again is not None:
                 return again
         devices = self._devices
@@ -228,15 +228,17 @@ class VerbCalls:
             return handle
         return handle if cast("CompiledCall", compiled).call(x, arguments, out, handle) else None
 
-    def _again_along(
+    def _again_with(
         self, verb: Verb, x: Any, name: str | None, options: CallOptions, handle: Handle[Any] | None = None
     ) -> Handle[Any] | None:
-        """As ``_again``, for a call with a strategy of its own; None also while another is being agreed."""
+        """As ``_again``, for a call with a strategy, timeout or priority; None also while a strategy is agreed."""
         group = self._group
-        if not options.is_plain:
+        if not options.is_repeatable:
             return None
         try:
             compiled = group.compiled.get(group.compiled_key(checked_name(name), options.strategy))
+            if compiled is not None and options.has_limits:
+                compiled = compiled.limited(options.checked())
         except KfcommError:  # all checks find the same again, and tell the other ranks
             return None
         if compiled is None:

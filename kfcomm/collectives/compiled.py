@@ -5,8 +5,8 @@ deadlines. Any other call, and any unusual state, takes the full path, which alo
 belongs to one strategy, and is found again when that strategy is set again.
 
 Plans are compiled for verbs whose shapes every rank knows without messages, in calls with NumPy arrays and without a
-timeout, a priority or a wire dtype of their own. If calls of one name name different strategies, each strategy has its
-own plan.
+wire dtype of their own. If calls of one name name different strategies, each strategy has its own plan. A plan has a
+copy with the timeout and the priority of the latest call that gave one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from functools import lru_cache, partial
 from time import monotonic
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeAlias
 
 import numpy as np
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kfcomm.collectives.on_device.repeated import Launched
     from kfcomm.collectives.on_device.verbs import DeviceVerbs
     from kfcomm.collectives.plans import Plan
+    from kfcomm.collectives.specs import CallOptions
 
 Begun: TypeAlias = "Operation | SlotUse | Over | Launched"
 CompiledKey: TypeAlias = "str | tuple[str | None, str, bytes] | None"
@@ -61,8 +62,8 @@ class Compiled(ABC):
 
     is_on_device: ClassVar = False
     __slots__ = (
-        "_arguments", "engine", "first_s", "group", "is_small", "is_whole", "nbytes", "operation", "series",
-        "timeout_s", "work",
+        "_arguments", "_limited", "engine", "first_s", "group", "is_small", "is_whole", "nbytes", "operation",
+        "priority", "series", "timeout_s", "work",
     )  # fmt: skip
 
     def __init__(self, group: Group, name: str | None, arguments: Arguments, plan: Plan) -> None:
@@ -76,7 +77,35 @@ class Compiled(ABC):
         self.nbytes = 0
         self.is_whole = plan.program.num_slots == 1 and plan.work.is_partial_shared
         self.operation: Any = plan.operation.again
+        self.priority = 0
+        self._limited: tuple[tuple[float | None, int], Self] | None = None
         self._arguments = _shared(arguments)
+
+    def __copy__(self) -> Self:
+        made = object.__new__(type(self))
+        for kind in type(self).__mro__:
+            for name in getattr(kind, "__slots__", ()):
+                setattr(made, name, getattr(self, name))
+        return made
+
+    def limited(self, options: CallOptions) -> Self | None:
+        """Return this plan with the timeout and the priority of a call; None if they need all checks.
+
+        That of the latest call is kept: mostly all calls of a name have the same.
+        """
+        wanted = options.timeout_s, options.priority
+        if self._limited is not None and self._limited[0] == wanted:
+            return self._limited[1]
+        self._limited = None  # which the copy would keep
+        made = self.__copy__()
+        made.priority = options.priority
+        if wanted[0] is not None:
+            made.timeout_s = wanted[0]
+            made.first_s = first_due_s(wanted[0], self.engine.deadlines.stall_after_s)
+        if made.priority and not self.engine.links.is_low_latency:
+            self.engine.links.set_low_latency()
+        self._limited = wanted, made
+        return made
 
     def begin(self, handle: Handle[Any] | None, source: Array, result: Array, value: Any) -> Begun | None:
         """Begin a use; return None, with nothing begun, if anything is unusual. For the arguments see ``Operation``.
@@ -148,6 +177,12 @@ class CompiledBarrier(Compiled):
     def __init__(self, group: Group, name: str | None, arguments: Arguments, plan: Plan) -> None:
         super().__init__(group, name, arguments, plan)
         self._use = CompiledUse(self, None)
+
+    @override
+    def __copy__(self) -> Self:
+        made = super().__copy__()
+        made._use = CompiledUse(made, None)
+        return made
 
     @override
     def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Begun | None:
@@ -292,6 +327,10 @@ class CompiledCall(Compiled):
     @override
     def use(self, x: Any, arguments: Arguments, out: Any) -> CompiledUse | None:
         return None  # a start of a persistent collective calls the verb, which finds this plan
+
+    @override
+    def limited(self, options: CallOptions) -> None:
+        return None
 
 
 def first_of(results: list[Any]) -> Any:

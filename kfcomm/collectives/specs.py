@@ -162,10 +162,20 @@ class CallOptions:
         return seconds_of(self.timeout)
 
     @property
+    def has_limits(self) -> bool:
+        """Whether the caller has given a timeout or a priority."""
+        return self.timeout is not None or bool(self.priority)
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether a cached plan may serve: a caller has given no more than op, root, ``out``, a strategy and limits."""
+        is_asked = self.wire_dtype is not None or self.stream is not None or self.weight is not None
+        return not (is_asked or self.shared or self.is_step)
+
+    @property
     def is_plain(self) -> bool:
-        """Whether a cached plan may serve: a caller has given no more than op, root, ``out`` and a strategy."""
-        is_asked = self.timeout is not None or self.wire_dtype is not None or self.stream is not None
-        return not (is_asked or self.weight is not None or self.priority or self.shared or self.is_step)
+        """Whether a caller has given no more than op, root, ``out`` and a strategy."""
+        return self.is_repeatable and not self.has_limits
 
     def checked(self) -> Self:
         """Return the same options, with a plain priority.

@@ -231,8 +231,8 @@ class Verbs(VerbCalls):
             if again is not None:
                 return again
         options = CallOptions(timeout=timeout, priority=priority, strategy=strategy)
-        if strategy is not None:
-            again = self._again_along(BARRIER, NO_ARRAY, name, options)
+        if strategy is not None or options.has_limits:
+            again = self._again_with(BARRIER, NO_ARRAY, name, options)
             if again is not None:
                 return again
         with self._checks(name, options) as (name, options):

@@ -42,6 +42,7 @@ class CachedName(Protocol):
     nbytes: int
     timeout_s: float
     first_s: float
+    priority: int
     is_small: bool
     is_whole: bool
 
@@ -127,6 +128,8 @@ class Operation(OperationMemory, CollectiveDriver):
         self.posted_s = now_s = name.engine.reactor.time()
         self.timeout_s = name.timeout_s
         self.due_s = now_s + name.first_s
+        if name.priority:
+            self.priority = name.priority
         return self
 
     # What the machine decides is done at once. A payload is a `Payload`, or a view that may be read during the call.
@@ -144,7 +147,7 @@ class Operation(OperationMemory, CollectiveDriver):
         if executor is not None and (self.engine.slots.is_possible or not executor.needs_slot):
             executor(self).begin()
         else:
-            # A cached use is not the first, and has no priority; while calls are observed, nothing is cached.
+            # A cached use is not the first; while calls are observed, nothing is cached.
             if not self.is_cached:
                 self.engine.begins(self)
             machine.start()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kfcomm.errors import CollectiveAborted, ConfigError
+from kfcomm.errors import CollectiveAborted, CollectiveError, CollectiveTimeout, ConfigError
 from kfcomm.world.communicator import Communicator
 from tests.conformance.worlds import ends, everywhere, same_bits, world
 
@@ -66,10 +67,42 @@ async def test_a_call_like_the_one_before_goes_the_short_way(verb: str) -> None:
         assert_got(verb, await everywhere(comms, lambda comm: called(verb, comm)))
         for comm in comms:
             comm._begin = _never  # type: ignore[method-assign]
-        for _ in range(2):
-            assert_got(verb, await everywhere(comms, lambda comm: called(verb, comm)))
+        for limits in ({}, {}, {"timeout": 50}, {"timeout": timedelta(minutes=1)}, {"timeout": 50, "priority": 3}, {}):
+            assert_got(verb, await everywhere(comms, lambda comm, limits=limits: called(verb, comm, **limits)))
         with pytest.raises(AssertionError, match="long way"):
-            called(verb, comms[0], timeout=5)
+            called(verb, comms[0], strategy="clique")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", VERBS)
+async def test_each_call_has_its_own_timeout(verb: str) -> None:
+    async with world(SIZE, aborted=True) as comms:
+        for timeout in (None, 60, None, 60):  # the last two in the short way
+            await everywhere(comms, lambda comm, timeout=timeout: called(verb, comm, timeout=timeout))
+        calls = [called(verb, comm, timeout=0.1) for comm in comms[:-1]]
+        with pytest.raises(CollectiveTimeout, match=rf"within 0.1 s: .*missing ranks \[{SIZE - 1}\]"):
+            await calls[0]
+        for call in calls[1:]:
+            with pytest.raises(CollectiveError):
+                await call
+        with pytest.raises(CollectiveError):
+            await called(verb, comms[-1])
+        for timeout in (None, 60):
+            assert_got(verb, await everywhere(comms, lambda comm, timeout=timeout: called(verb, comm, timeout=timeout)))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "limits", [{"timeout": -1}, {"timeout": "5"}, {"priority": 1 << 20}, {"priority": 2.5}], ids=repr
+)
+async def test_limits_that_cannot_be_are_refused_each_time(limits: dict[str, Any]) -> None:
+    async with world(SIZE, aborted=True) as comms:
+        for _ in range(2):
+            assert_got("all_reduce", await everywhere(comms, lambda comm: called("all_reduce", comm, timeout=50)))
+            with pytest.raises(ConfigError):
+                called("all_reduce", comms[0], **limits)
+            rest = await ends(comms[1:], lambda comm: called("all_reduce", comm))
+            assert [type(one) for one in rest] == [CollectiveAborted] * (SIZE - 1)
 
 
 @pytest.mark.asyncio

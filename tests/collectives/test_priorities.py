@@ -101,9 +101,11 @@ async def test_a_priority_that_is_none(bad: Any) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("links", ["memory"], indirect=True)  # whose turns can be counted
 @pytest.mark.parametrize("strategy", ["ring", "clique", "star"])
-async def test_urgent_calls_overtake_calls_under_way(links: None, strategy: str) -> None:
+@pytest.mark.parametrize("is_repeated", [False, True])
+async def test_urgent_calls_overtake_calls_under_way(links: None, strategy: str, is_repeated: bool) -> None:
     async with world(3, strategy=strategy) as comms:
-        await everywhere(comms, lambda comm: comm.all_reduce(X, "warm"))
+        for name, x in (("warm", X), ("large", LARGE), ("small", X)) if is_repeated else (("warm", X),):
+            await everywhere(comms, lambda comm, name=name, x=x: comm.all_reduce(x, name, op="max"))
         done: list[str] = []
 
         def call(comm: Communicator, x: Any, name: str, priority: int) -> Any:
@@ -129,7 +131,8 @@ async def test_links_have_low_latency_from_the_first_priority_on(links: None, mo
         def open_links() -> set[Any]:
             return {link for comm in comms for link in comm._session.engine.links._links()}
 
-        await everywhere(comms, lambda comm: comm.all_reduce(X))
+        for _ in range(2):
+            await everywhere(comms, lambda comm: comm.all_reduce(X))
         assert not low_latency
         await everywhere(comms, lambda comm: comm.all_reduce(X, priority=-1))
         assert low_latency == open_links()
