@@ -120,24 +120,23 @@ class TorchState(State):
         """
         comm = communicator()
         points = comm.all_gather_object(self._point, "horovod/points")
-        self._point = max(points)
-        root = points.index(self._point)
-        self._point += 1
+        point = max(points)
+        root = points.index(point)
         if comm.rank == root:
-            self.save()
-        fields = comm.broadcast_object(self._saved.form if comm.rank == root else None, root, "horovod/form")
-        if comm.rank != root:
-            self._fit(Form(*fields), root)
-        # A rank that fails here has its last commit still.
-        arrays = self._saved.arrays if comm.rank == root else _new(Form(*fields))
+            self._saved.keep(point + 1)
+        form = Form(*comm.broadcast_object(self._saved.form if comm.rank == root else None, root, "horovod/form"))
+        if comm.rank == root:
+            arrays = self._saved.arrays
+        else:  # in new memory: a rank that fails here has its last commit still
+            self._check_fits(form, root)
+            arrays = [np.empty(nbytes, np.uint8).view(dtype) for nbytes, dtype in form.sizes()]
         if arrays:
             parts = [one.view(np.uint8) for one in arrays]
             comm.broadcast(parts, root, "horovod/arrays", out=parts)
-        if comm.rank != root:
-            self._saved.take(Form(*fields), arrays, self._point)
-        self._saved.restore()
+        self._saved.take(form, arrays, point + 1)
+        self.restore()
 
-    def _fit(self, form: Form, root: int) -> None:
+    def _check_fits(self, form: Form, root: int) -> None:
         here, there = outline_of(self)[0], form.outline[0]
         problem = difference(plan_of(self), form.plan, f"rank {root}")
         if here != there:
@@ -155,10 +154,6 @@ class TorchState(State):
             raise SystemExit(0)
         if comm.epoch != epoch:
             raise HostsUpdatedInterrupt(f"epoch {comm.epoch} has begun with ranks {comm.births}")
-
-
-def _new(form: Form) -> list[Any]:
-    return [np.empty(nbytes, np.uint8).view(dtype) for nbytes, dtype in form.sizes()]
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
