@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from copy import copy
 from functools import lru_cache, partial
 from time import monotonic
 from types import NoneType
@@ -81,13 +82,6 @@ class Compiled(ABC):
         self._limited: tuple[tuple[float | None, int], Self] | None = None
         self._arguments = _shared(arguments)
 
-    def __copy__(self) -> Self:
-        made = object.__new__(type(self))
-        for kind in type(self).__mro__:
-            for name in getattr(kind, "__slots__", ()):
-                setattr(made, name, getattr(self, name))
-        return made
-
     def limited(self, options: CallOptions) -> Self | None:
         """Return this plan with the timeout and the priority of a call; None if they need all checks.
 
@@ -97,7 +91,7 @@ class Compiled(ABC):
         if self._limited is not None and self._limited[0] == wanted:
             return self._limited[1]
         self._limited = None  # which the copy would keep
-        made = self.__copy__()
+        made = copy(self)
         made.priority = options.priority
         if wanted[0] is not None:
             made.timeout_s = wanted[0]
@@ -172,21 +166,11 @@ class Compiled(ABC):
 class CompiledBarrier(Compiled):
     """Cached plan of a name without arrays."""
 
-    __slots__ = ("_use",)
-
-    def __init__(self, group: Group, name: str | None, arguments: Arguments, plan: Plan) -> None:
-        super().__init__(group, name, arguments, plan)
-        self._use = CompiledUse(self, None)
-
-    @override
-    def __copy__(self) -> Self:
-        made = super().__copy__()
-        made._use = CompiledUse(made, None)
-        return made
+    __slots__ = ()
 
     @override
     def start(self, x: Any, arguments: Arguments, out: Any, handle: Handle[Any] | None) -> Begun | None:
-        return self._use.start(handle) if arguments == self._arguments else None
+        return self.begin(handle, NO_ARRAY, NO_ARRAY, None) if arguments == self._arguments else None
 
     @override
     def is_like(self, x: Any, arguments: Arguments, out: Any) -> bool:
@@ -194,7 +178,7 @@ class CompiledBarrier(Compiled):
 
     @override
     def use(self, x: Any, arguments: Arguments, out: Any) -> CompiledUse | None:
-        return self._use if arguments == self._arguments else None
+        return CompiledUse(self, None) if arguments == self._arguments else None
 
 
 class CompiledName(Compiled):

@@ -255,12 +255,7 @@ class Collectives:
     ) -> Any:  # fmt: skip
         """Call a verb of the communicator, blocking or not as torch's ``opts`` say; ``gives`` is its future's value."""
         # When the result has arrived, ``take`` is called with it, and then ``finish``.
-        name = next_name()
-        call = self._calls.begin(verb, x, options) if name is None else None
-        timeout = opts.timeout
-        if timeout > UNSET:
-            options["timeout"] = timeout
-        options["name"] = name if call is None else call.name
+        options["name"], call = self._named(verb, x, opts, options)
         if verb != "barrier":
             options["x"] = x
         if opts.asyncOp:

@@ -79,7 +79,7 @@ LOOK_EVERY_S, LOOK_AT_LEAST_EVERY_S = 0.5, 5.0
 MAX_WORDS = 1024
 """Kinds of calls with names of their own, the same number on all ranks; further kinds share a name per verb."""
 ABOVE = 2
-"""From `TorchCalls.begin` to the frame of the backend's method: each look at a frame of kfcomm's costs 0.1 µs."""
+"""Frames above `TorchCalls.begin` that are kfcomm's, at least: each look at one costs 0.1 µs."""
 MAX_IN_FLIGHT = 64
 """Records kept before finished calls are removed."""
 
@@ -93,7 +93,7 @@ class TorchCall:
 
     __slots__ = ("_code", "_line", "begun_s", "handle", "name", "number", "seq", "what")
 
-    def __init__(self, number: int, name: str, what: str, seq: int, frame: FrameType | None) -> None:
+    def __init__(self, number: int, name: str, what: str, seq: int, frame: FrameType) -> None:
         self.number = number  # in the order of its group
         self.name = name  # of the collective; empty for a call that was refused
         self.seq = seq  # number of the use of the name

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import c_char
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -69,9 +69,11 @@ def _flat(tensor: Any, as_bytes: bool) -> Any:
     """The elements of a plain tensor. Not by `Tensor.numpy`: after it FSDP could not free memory by resizing."""
     if not tensor.is_cpu:
         return tensor.view(-1)
-    dtype = _DTYPES.get(tensor.dtype)
+    dtype = _dtype_of(tensor.dtype)
     if dtype is None:
-        dtype = _new_dtype(tensor.dtype, as_bytes)
+        if not as_bytes:
+            raise unsupported(str(tensor.dtype).removeprefix("torch."))
+        dtype = np.dtype(np.uint8)
     nbytes = tensor.nbytes
     if not nbytes:
         return np.empty(0, dtype)
@@ -89,16 +91,11 @@ def _bytes_of(nbytes: int) -> Any:
     return c_char * nbytes
 
 
-_DTYPES: dict[Any, np.dtype[Any]] = {}
-"""NumPy's dtypes of torch's, as far as they were used."""
 _NAMES = {getattr(torch, name): name for name in SUPPORTED_NAMES}
 
 
-def _new_dtype(dtype: Any, as_bytes: bool) -> np.dtype[Any]:
+@cache
+def _dtype_of(dtype: Any) -> np.dtype[Any] | None:
+    """NumPy's dtype of torch's; None if numbers of that kind can only be moved."""
     name = _NAMES.get(dtype)
-    if name is not None:
-        _DTYPES[dtype] = found = dtype_of(name)
-        return found
-    if not as_bytes:
-        raise unsupported(str(dtype).removeprefix("torch."))
-    return np.dtype(np.uint8)
+    return None if name is None else dtype_of(name)

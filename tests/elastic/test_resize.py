@@ -9,13 +9,23 @@ import numpy as np
 import pytest
 
 from kfcomm.elastic import Elastic, ElasticSampler, State
-from kfcomm.errors import CollectiveTimeout, ConfigError
+from kfcomm.errors import CollectiveTimeout, ConfigError, PeerLost
 from kfcomm.testing import run_ranks, run_threads, sync_world, world
 from tests.elastic.support import Died
 
 
 async def total(comm: Any) -> float:
     return float((await comm.all_reduce(np.full(3, comm.births[comm.rank] + 1.0), "x"))[0])
+
+
+def die_at_the_agreement(comms: Any, rank: int) -> None:
+    """Kill a rank when it is about to agree on the next epoch, and has the plan."""
+
+    async def open_entry(epoch: int) -> Any:
+        comms.kill(rank)
+        raise Died
+
+    comms[rank]._session.network.open_entry = open_entry
 
 
 @pytest.mark.parametrize("transport", ["memory", "shm"])
@@ -57,16 +67,10 @@ async def test_resize_times_out_without_joining_ranks() -> None:
 async def test_a_rank_dies_in_its_midst() -> None:
     """Of two that were to go one is dead by the time of the agreement."""
     async with world(4, elastic=True) as comms:
-        doomed: Any = comms[3]._session
+        die_at_the_agreement(comms, 3)
 
         async def main(comm: Any) -> Any:
             if comm.rank == 3:
-
-                async def open_entry(epoch: int) -> Any:
-                    comms.kill(3)
-                    raise Died
-
-                doomed.network.open_entry = open_entry
                 with pytest.raises(Died):
                     await comm.resize(2)
                 return None
@@ -118,37 +122,32 @@ async def test_requests_are_carried_out_where_all_ranks_call_it() -> None:
         assert said == [[(0, 1, 5), 9.0, (0, 5), 7.0], [(0, 1, 5), 9.0], [(0, 5), 7.0]]
 
 
+@pytest.mark.parametrize("has_plan", [True, False])
 @pytest.mark.asyncio
-async def test_requests_wait_where_a_rank_dies_meanwhile() -> None:
-    """A rank that had the plan has died: the others continue without it first, and carry out the request then."""
+async def test_requests_are_carried_out_though_a_rank_dies_meanwhile(has_plan: bool) -> None:
+    """At once if it died with the plan, which the others have too; else after they have shrunk."""
     async with world(3, elastic=True) as comms:
-        doomed: Any = comms[2]._session
+        if has_plan:
+            die_at_the_agreement(comms, 2)
+        else:
+            comms.kill(2)
 
         async def main(comm: Any) -> Any:
             if comm.rank == 0:
                 await comm.propose_size(1)
-            if comm.rank == 2:
+            epochs, stays = [comm.epoch], True
+            while stays and comm.size > 1:
+                try:
+                    stays = await comm.follow_requests()
+                except PeerLost:
+                    await comm.shrink()
+                epochs += [comm.epoch] * (comm.epoch != epochs[-1])
+            return epochs, comm.births if stays else None
 
-                async def open_entry(epoch: int) -> Any:
-                    comms.kill(2)
-                    raise Died
-
-                doomed.network.open_entry = open_entry
-            epochs = [comm.epoch]
-            try:
-                while await comm.follow_requests():
-                    epochs += [comm.epoch] * (comm.epoch != epochs[-1])
-                    if comm.size == 1:
-                        return epochs, comm.births
-            except Died:
-                return None
-            return epochs, ()
-
-        said = await run_ranks(comms, main)
-        assert said[2] is None
-        assert said[0][1] == (0,)
-        assert said[1][1] == ()  # released
-        assert said[0][0][:-1] == said[1][0][: len(said[0][0]) - 1]
+        said = await asyncio.gather(*map(main, list(comms)[: 2 + has_plan]), return_exceptions=True)
+        assert list(map(type, said[2:])) == [Died] * has_plan
+        first, second = ([0, 1], [0]) if has_plan else ([0, 1, 2], [0, 1])
+        assert said[:2] == [(first, (0,)), (second, None)]
 
 
 @pytest.mark.asyncio
