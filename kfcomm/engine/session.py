@@ -43,7 +43,9 @@ class Session(ControlEvents, StatusSource):
     ) -> None:
         self.rank = rank
         self.layout = layout = network.layout
-        options.reactor.is_crowded = 0 < layout.num_cpus < layout.hosts.count(layout.hosts[rank])
+        ranks_here, num_cpus = layout.hosts.count(layout.hosts[rank]), layout.num_cpus
+        options.reactor.is_crowded = 0 < num_cpus < ranks_here
+        options.reactor.is_full = 0 < num_cpus < 2 * ranks_here
         self.timeout_s = options.timeout_s
         self._options = options
         self.epoch = epoch

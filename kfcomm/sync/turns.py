@@ -125,14 +125,14 @@ class IoDriver(LoopDriver):
         """Between two looks a caller may take over."""
         if self._io.lock.is_wanted():
             return True
-        if self._reactor.is_crowded:
+        if self._reactor.is_full:
             sched_yield()
             return False
         return super()._look()
 
     @override
     def _spin_s(self) -> float:
-        return LINGER_S if self._reactor.is_crowded else super()._spin_s()
+        return LINGER_S if self._reactor.is_full else super()._spin_s()
 
 
 class Turns:
@@ -259,7 +259,8 @@ class Turns:
         now_s = time.monotonic()
         if now_s >= deadline_s:
             return math.inf
-        if reactor.pollers and now_s - (quiet_since_s or now_s) <= QUIET_S:
+        quiet_s = LINGER_S if reactor.is_crowded else QUIET_S
+        if reactor.pollers and now_s - (quiet_since_s or now_s) <= quiet_s:
             return quiet_since_s or now_s
         # Without pollers it rests at once: a rest ends if there is something, and what it has found is known then.
         self._rest(min(deadline_s, now_s + LOOK_EVERY_S, reactor.next_deadline_s) - now_s)

@@ -9,9 +9,10 @@ of the ranks. With n ranks, z entries per rank and r elements per entry, a rank 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache
 from math import prod
@@ -22,8 +23,9 @@ import torch.distributed as dist
 
 from kfcomm.errors import CollectiveTimeout, ConfigError, KfcommError
 from kfcomm.sync.handle import Handle
-from kfcomm.torch.compiling import uncompiled_methods
+from kfcomm.torch.compiling import uncompiled, uncompiled_methods
 from kfcomm.torch.failures import keep
+from kfcomm.torch.steps import called_by_pass, queue_callback
 from kfcomm.torch.tensors import place, read
 from kfcomm.types import Op
 
@@ -192,8 +194,10 @@ class TorchWork(BaseWork):  # type: ignore[misc]
                 # an error set from Python would end the process in a backward pass; what a callback raises does not
                 begun = torch.futures.Future()
                 self._future = begun.then(self._outcome)
-        if is_new:
-            self._handle.add_done_callback(lambda _: self._complete(begun))
+        if is_new and called_by_pass():
+            queue_callback(_PassEnding(self, begun))
+        elif is_new:
+            self._complete_when_done(begun)
         return self._future
 
     def get_future_result(self) -> Any:
@@ -211,6 +215,9 @@ class TorchWork(BaseWork):  # type: ignore[misc]
             if self._handle.done():
                 raise
             raise as_torch(CollectiveTimeout(f"not done within {timeout_s:g} s; the call continues")) from None
+
+    def _complete_when_done(self, begun: Any) -> None:
+        self._handle.add_done_callback(lambda _: self._complete(begun))
 
     def _complete(self, begun: Any) -> None:
         # Not on this thread, which drives collectives: a callback of the program (a communication hook) may wait for
@@ -237,6 +244,32 @@ class TorchWork(BaseWork):  # type: ignore[misc]
             finish, self._finish_step = self._finish_step, None
             if finish is not None:
                 finish()
+
+
+class _PassEnding:
+    """Callback of autograd at the end of a backward pass, before the reducer waits for the future of a bucket.
+
+    The reducer would wait in C++, while other threads drove the collective and completed the future. Here the waiting
+    thread does both, and an interrupt (Ctrl-C) ends the wait.
+    """
+
+    def __init__(self, work: TorchWork, begun: Any) -> None:
+        self._work = work
+        self._begun = begun
+        self._is_called = False
+
+    @uncompiled
+    def __call__(self) -> None:
+        self._is_called = True
+        with contextlib.suppress(KfcommError, CancelledError):  # the future has it
+            self._work._await(None)
+        self._begun.set_result(None)
+
+    # A pass that raises drops it uncalled.
+    @uncompiled
+    def __del__(self) -> None:
+        if not self._is_called:
+            self._work._complete_when_done(self._begun)
 
 
 @uncompiled_methods

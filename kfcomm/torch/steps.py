@@ -125,6 +125,14 @@ class _Settling:
             self._fail()
 
 
+def called_by_pass() -> bool:
+    """Whether the caller was called from C++ by a node of a backward pass that is not within another one."""
+    frame = sys._getframe(1).f_back  # none on autograd's own threads
+    if frame is None or frame.f_code is not BACKWARD_CODE or _depth() > 1:
+        return False
+    return torch._C._current_autograd_node() is not None  # else by a callback at the end of the pass
+
+
 def _depth() -> int:
     """Number of backward passes on the stack of this thread."""
     count = 0

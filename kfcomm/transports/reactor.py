@@ -98,7 +98,8 @@ class Reactor:
         self.time = clock  # the monotonic clock; another one where time is virtual
         self.pollers: list[Poller] = []  # polled in every ``progress``
         self.looks = LOOKS  # polls without news before a driver also looks at descriptors and the clock
-        self.is_crowded = False  # this host has more ranks than processors; set by the session
+        # This host has more ranks than processors; more programs and I/O threads of ranks. Set by the session.
+        self.is_crowded = self.is_full = False
         self.is_driven = False  # the driver will call ``progress`` again before it rests; set by the driver
         self.woken: Callable[[], None] = do_nothing  # called when something is due; set by the driver
         # called with an error that a callback raised; set by the driver

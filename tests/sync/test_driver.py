@@ -335,18 +335,18 @@ class Needed(QuietPoller):
         return True
 
 
-@pytest.mark.parametrize("is_crowded", [False, True])
-def test_the_io_thread_leaves_processors_to_programs(is_crowded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more ranks than processors it looks once in a turn, and parks soon."""
+@pytest.mark.parametrize("is_full", [False, True])
+def test_the_io_thread_leaves_processors_to_programs(is_full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more programs and I/O threads than processors it looks once in a turn, and parks soon."""
     monkeypatch.setattr(loop_driver, "SPIN_S", 1e6)
     monkeypatch.setattr(turns, "LINGER_S", -1.0)
     io = thread.IoThread()
     driving, needed = turns.Turns(io), Needed()
-    driving.reactor.is_crowded = is_crowded
+    driving.reactor.is_full = is_full
     try:
         io.run(driving.reactor.pollers.append, needed)
         io.run(driving.io_driver.wake)
-        if is_crowded:
+        if is_full:
             until(lambda: not needed.is_awake)
             assert needed.num_looks < loop_driver.LOOKS
         else:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collec
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import kfcomm
 from kfcomm.torch import communicator
@@ -27,6 +31,7 @@ from kfcomm.torch.bases import IS_GROUP
 from kfcomm.torch.ddp import SWAP
 from kfcomm.torch.tensors import read
 from kfcomm.transports.shm.heap import NOWHERE
+from tests.sync.worlds import driver_of, until
 from tests.torch.fleet import Fleet
 
 STEPS = 20
@@ -249,6 +254,96 @@ def broken_wide() -> str:
 def test_a_failure_of_shared_buckets(fleet: Fleet) -> None:
     for told in fleet.run(broken_wide):
         assert "not the same on all ranks" in told
+
+
+def interrupted() -> None:
+    """Ctrl-C ends a backward pass that waits for other ranks, which learn of it."""
+    model = wide()
+    loss = model(mine(data(0))).square().mean()
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    if rank:
+        store.wait(["interrupted"])
+        with pytest.raises(kfcomm.CollectiveAborted):
+            loss.backward()
+        store.set(f"told {rank}", "")
+        return
+
+    turns = driver_of(communicator()).turns
+
+    def interrupt() -> None:
+        until(lambda: turns.leader and turns.is_resting)  # the pass waits
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    thread.join()
+    store.set("interrupted", "")
+    store.wait(["told 1", "told 2"])
+
+
+def test_an_interrupt_ends_a_backward_pass(fleet: Fleet) -> None:
+    fleet.run(interrupted)
+
+
+class Inner(nn.Module):
+    """Each layer is a checkpoint, so that its gradients come in a pass within the pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = Wide()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.wide.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def within() -> None:
+    model = DistributedDataParallel(Inner(), bucket_cap_mb=1.2, static_graph=True)
+    whole = Wide()
+    found = trained(model, sgd(model), lambda batch: mine(batch).requires_grad_())
+    assert_close(found, trained(whole, sgd(whole), lambda batch: batch))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_passes_within_a_pass(fleet: Fleet) -> None:
+    fleet.run(within)
+
+
+def two_models() -> None:
+    models, whole = [wide(), wide()], [Wide(), Wide()]
+    for step in range(3):
+        for part, pair in ((mine, models), (lambda batch: batch, whole)):
+            x = part(data(step))
+            sum(one(x).square().mean() for one in pair).backward()
+    for one, other in zip(models, whole, strict=True):
+        assert_close([each.grad for each in one.parameters()], [each.grad for each in other.parameters()])
+
+
+def test_two_models_in_one_pass(fleet: Fleet) -> None:
+    fleet.run(two_models)
+
+
+def failed_pass() -> None:
+    """A pass that fails by itself, with buckets under way: the group goes on, and so does the next model."""
+    model = wide()
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("of the program")
+
+    hook = model.module.layers[0].weight.register_hook(fail)
+    with pytest.raises(ValueError, match="of the program"):
+        model(mine(data(0))).square().mean().backward()
+    hook.remove()
+    del model
+    dist.barrier()
+    shared()
+
+
+def test_a_pass_that_fails_by_itself(fleet: Fleet) -> None:
+    fleet.run(failed_pass)
 
 
 def accumulated() -> None:
