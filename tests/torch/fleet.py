@@ -12,6 +12,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,25 +27,26 @@ class Fleet:
     def __init__(self, size: int) -> None:
         self.size = size
         self._ranks: list[tuple[Any, Connection]] = []
+        # For code that torch has compiled, and for stores: torch ends a process that has one when its folder is gone.
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._numbers = count()  # of stores
 
     def run(self, function: Callable[..., Any], *arguments: Any, backend: str = "kfcomm") -> list[Any]:
         """Call a function with its arguments on each rank, in a group of this backend; return the results."""
-        self.start()
-        with tempfile.TemporaryDirectory() as folder:
-            for _, pipe in self._ranks:
-                pipe.send((function, arguments, backend, f"file://{Path(folder) / 'meeting'}"))
-            answers = [pipe.recv() for _, pipe in self._ranks]
+        meeting = Path(self.start().name) / f"meeting {next(self._numbers)}"
+        for _, pipe in self._ranks:
+            pipe.send((function, arguments, backend, f"file://{meeting}"))
+        answers = [pipe.recv() for _, pipe in self._ranks]
         failed = [f"--- rank {rank}\n{told}" for rank, (is_well, told) in enumerate(answers) if not is_well]
         if failed:
             raise AssertionError("\n".join(failed))
         return [told for _, told in answers]
 
-    def start(self) -> None:
-        """Start the processes, unless they are there."""
-        if self._ranks:
-            return
-        self._folder = tempfile.TemporaryDirectory()  # where torch keeps compiled code
+    def start(self) -> tempfile.TemporaryDirectory[str]:
+        """Start the processes, unless they are there; return their folder."""
+        if self._folder is not None:
+            return self._folder
+        self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -54,6 +56,7 @@ class Fleet:
             self._ranks.append((process, ours))
         for _, pipe in self._ranks:
             assert pipe.recv() == "ready"
+        return self._folder
 
     def stop(self) -> None:
         """End them."""
@@ -68,6 +71,7 @@ class Fleet:
         self._ranks.clear()
         if self._folder is not None:
             self._folder.cleanup()
+            self._folder = None
 
 
 def _serve(rank: int, size: int, pipe: Connection, folder: str) -> None:
