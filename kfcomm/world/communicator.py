@@ -391,6 +391,7 @@ class Communicator(Persistent):
             if (collective.group.id, collective.key.name, collective.seq) == (group, name, seq):
                 engine.abort(collective, cause)
                 return
+        engine.failures.aborted_elsewhere(group, name, seq, cause)  # if it is called here later, as on other ranks
         if engine.control is not None:
             engine.control.abort(group, name, seq, cause.to_wire())
 

@@ -76,6 +76,21 @@ def test_calls_that_do_not_fit() -> None:
         run_threads(comms, rank)
 
 
+def test_calls_that_come_after_their_mismatch() -> None:
+    """They fail on the rank that has told of it, too; the next use of the name does not."""
+
+    def rank(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.mismatched("~sum", 0, "both sides")
+        comm.barrier("told")
+        with pytest.raises(CollectiveMismatch, match="both sides"):
+            comm.all_reduce(np.ones(3), "~sum", timeout=30)
+        assert comm.all_reduce(np.ones(3), "~sum").tolist() == [2.0] * 3
+
+    with sync_world(2) as comms:
+        run_threads(comms, rank)
+
+
 def test_names_for_order_may_overlap() -> None:
     def rank(comm: Communicator) -> list[Any]:
         handles = [comm.all_reduce_async(np.full(4, float(number)), "~sum") for number in range(5)]
