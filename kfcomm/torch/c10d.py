@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from kfcomm.errors import CollectiveTimeout, ConfigError, KfcommError
 from kfcomm.sync.handle import Handle
-from kfcomm.torch.compiling import uncompiled, uncompiled_methods
+from kfcomm.torch.compiling import uncompiled_methods
 from kfcomm.torch.failures import keep
-from kfcomm.torch.steps import called_by_pass, queue_callback
+from kfcomm.torch.steps import PassEnding, called_by_pass, queue_callback
 from kfcomm.torch.tensors import place, read
 from kfcomm.types import Op
 
@@ -195,7 +195,7 @@ class TorchWork(BaseWork):  # type: ignore[misc]
                 begun = torch.futures.Future()
                 self._future = begun.then(self._outcome)
         if is_new and called_by_pass():
-            queue_callback(_PassEnding(self, begun))
+            queue_callback(PassEnding(partial(self._complete_here, begun), partial(self._complete_when_done, begun)))
         elif is_new:
             self._complete_when_done(begun)
         return self._future
@@ -215,6 +215,13 @@ class TorchWork(BaseWork):  # type: ignore[misc]
             if self._handle.done():
                 raise
             raise as_torch(CollectiveTimeout(f"not done within {timeout_s:g} s; the call continues")) from None
+
+    def _complete_here(self, begun: Any) -> None:
+        # At the end of a backward pass. The reducer, whose callback comes next, would wait in C++ while other threads
+        # drove the collective and completed the future. The waiting thread does both, and Ctrl-C ends the wait.
+        with contextlib.suppress(KfcommError, CancelledError):  # the future has it
+            self._await(None)
+        begun.set_result(None)
 
     def _complete_when_done(self, begun: Any) -> None:
         self._handle.add_done_callback(lambda _: self._complete(begun))
@@ -244,32 +251,6 @@ class TorchWork(BaseWork):  # type: ignore[misc]
             finish, self._finish_step = self._finish_step, None
             if finish is not None:
                 finish()
-
-
-class _PassEnding:
-    """Callback of autograd at the end of a backward pass, before the reducer waits for the future of a bucket.
-
-    The reducer would wait in C++, while other threads drove the collective and completed the future. Here the waiting
-    thread does both, and an interrupt (Ctrl-C) ends the wait.
-    """
-
-    def __init__(self, work: TorchWork, begun: Any) -> None:
-        self._work = work
-        self._begun = begun
-        self._is_called = False
-
-    @uncompiled
-    def __call__(self) -> None:
-        self._is_called = True
-        with contextlib.suppress(KfcommError, CancelledError):  # the future has it
-            self._work._await(None)
-        self._begun.set_result(None)
-
-    # A pass that raises drops it uncalled.
-    @uncompiled
-    def __del__(self) -> None:
-        if not self._is_called:
-            self._work._complete_when_done(self._begun)
 
 
 @uncompiled_methods

@@ -73,7 +73,7 @@ class Passes:
         self._is_inner.clear()
         # All exchanges send before one waits: else another model's gradients would leave only after this one's came.
         self._end()
-        queue_callback(_Settling(self._settle, self._fail))
+        queue_callback(PassEnding(self._settle, self._fail))
 
     def dropped(self, *, is_inner: bool, is_over: bool) -> None:
         """Handle the end of a graph task, complete or not."""
@@ -107,8 +107,8 @@ class _StepEnding:
         self._passes.dropped(is_inner=self._is_inner, is_over=self._is_over)
 
 
-class _Settling:
-    """Callback that autograd calls after all registered ends of a pass, unless one of these has raised."""
+class PassEnding:
+    """Callback of autograd at the end of a pass: ``settle``, or ``fail`` where it is dropped as the pass has raised."""
 
     def __init__(self, settle: Callable[[], None], fail: Callable[[], None]) -> None:
         self._settle, self._fail = settle, fail
@@ -116,6 +116,7 @@ class _Settling:
 
     @uncompiled
     def __call__(self) -> None:
+        """Settle."""
         self._is_called = True
         self._settle()
 
