@@ -8,6 +8,7 @@ CONSTRAINTS := $(addprefix -c ,$(PINS))
 TORCH := torch==2.13.0
 # Backends made in Python need 2.14; its wheels bring some GB of CUDA libraries, so that it has an environment of its own.
 NEW_TORCH_PINS := requirements/newer/torch.txt
+OLD_TORCH_PINS := requirements/older/torch.txt
 NEW_TORCH := $(shell grep '^torch==' $(NEW_TORCH_PINS))
 DEEPSPEED := deepspeed==0.19.8
 # Processes that share the tests, by module: most tests wait more than they work.
@@ -22,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo demo-elastic demo-adaptive test coverage suite search test-frameworks test-torch test-gpu mutants compare netlab check lint format types floors words docs dist smoke pins clean
+.PHONY: help demo demo-elastic demo-adaptive test coverage suite search test-frameworks test-torch test-torch-versions test-gpu mutants compare netlab check lint format types floors words docs dist smoke pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -59,6 +60,9 @@ test-frameworks: $(VENV)/frameworks/.ready ## run the tests that need torch, JAX
 
 test-torch: $(VENV)/torch/.ready ## run the tests of the torch backend, torch's own shipped ones too, and of Ray (8 GB on disk)
 	$(<D)/bin/python -m pytest tests/torch tests/ray $(ARGS)
+
+test-torch-versions: $(VENV)/oldest-torch/.ready $(VENV)/torch/.ready ## run the tests of the torch backend with the oldest and the newest torch (12 GB)
+	for each in $(^D); do $$each/bin/python -m pytest $(TORCH_TESTS) -n $(FRAMEWORK_WORKERS) --dist load $(ARGS) || exit 1; done
 
 test-gpu: $(VENV)/gpu/.ready ## run the tests that need a GPU, with the CuPy, torch and JAX of PYTHON; says how many ran
 	$(<D)/bin/python -m pytest -m gpu tests/gpu $(ARGS)
@@ -146,10 +150,12 @@ $(VENV)/%/.ready: pyproject.toml $(PINS)
 	@$(@D)/bin/python -m pip check
 	@touch $@
 
-$(VENV)/torch/.ready: pyproject.toml $(PINS) $(NEW_TORCH_PINS)
-	@echo "setting up $(@D) (test, with the torch of $(NEW_TORCH_PINS)) ..."
+$(VENV)/torch/.ready: torch := $(NEW_TORCH_PINS)
+$(VENV)/oldest-torch/.ready: torch := $(OLD_TORCH_PINS)
+$(VENV)/torch/.ready $(VENV)/oldest-torch/.ready: pyproject.toml $(PINS) $(NEW_TORCH_PINS) $(OLD_TORCH_PINS)
+	@echo "setting up $(@D) (test, with the torch of $(torch)) ..."
 	@$(find-python) && "$$python" -m venv $(@D)
-	@$(@D)/bin/python -m pip install -q $(addprefix -c ,$(filter-out %/frameworks.txt,$(PINS))) editables hatchling -r $(NEW_TORCH_PINS)
+	@$(@D)/bin/python -m pip install -q $(addprefix -c ,$(filter-out %/frameworks.txt,$(PINS))) editables hatchling -r $(torch)
 	@$(@D)/bin/python -m pip install -q $(addprefix -c ,$(filter-out %/frameworks.txt,$(PINS))) --no-build-isolation -e ".[test]"
 	@$(@D)/bin/python -m pip check
 	@touch $@

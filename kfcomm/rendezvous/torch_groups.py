@@ -11,8 +11,8 @@ from enum import Enum
 from kfcomm.errors import ConfigError
 
 VARIABLE = "KFCOMM_TORCH_DEFAULT"
-FIRST_TORCH = (2, 7)
-"""Earlier ones drop a work that is made in Python while C++ still waits for it."""
+FIRST_TORCH = (2, 4)
+"""With it a program calls ``kfcomm.torch.register()``, from 2.5 on torch does."""
 
 
 def why_too_old(version: str) -> str:

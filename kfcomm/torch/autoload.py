@@ -23,12 +23,12 @@ def load() -> None:
     chosen = torch_default(os.environ)
     if not dist.is_available():
         return
-    from kfcomm.torch.bases import DEVICES, IS_GROUP, NAME, refuse_mixtures
+    from kfcomm.torch.bases import IS_GROUP, NAME, make_known, refuse_mixtures
 
     if IS_GROUP:
         refuse_mixtures()
     if IS_GROUP or chosen is not TorchDefault.NONE:
-        dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
+        make_known(create)
     if chosen is not TorchDefault.NONE:
         dist.Backend.default_device_backend_map["cpu"] = NAME
     if chosen is TorchDefault.GLOO:

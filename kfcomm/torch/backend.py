@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend as TorchBackend
 
 from kfcomm.errors import CollectiveTimeout, ConfigError, KfcommError, PeerLost
 from kfcomm.sync.communicator import Communicator
-from kfcomm.torch.bases import NAME, Base
+from kfcomm.torch.bases import NAME, Base, Options
 from kfcomm.torch.c10d import MAX_COMPLETERS, NOTHING, Ending, TorchWork, as_torch
 from kfcomm.torch.collectives import Collectives, Reported
 from kfcomm.torch.compiling import uncompiled_methods
 from kfcomm.torch.ddp import SharedBuffers
 from kfcomm.torch.flight_record import FlightRecord, kept_calls, recorded
+from kfcomm.torch.kept_works import with_kept_works
 from kfcomm.torch.meeting import ProcessHandle, address_of, in_order, make_world, own
 from kfcomm.torch.naming import TorchCalls
 from kfcomm.torch.tensors import place, read
@@ -137,7 +137,7 @@ class KfcommBackend(Collectives, TorchMessages, Base):  # type: ignore[misc]
         Base.__init__(self, comm.rank, comm.size)
         # Threads of the pool start with the first futures, so that groups without asynchronous calls have none.
         self._completers = ThreadPoolExecutor(MAX_COMPLETERS, "kfcomm-torch")
-        self._options = TorchBackend.Options(NAME, timeout)
+        self._options = Options(NAME, timeout)
         self._keeper = keeper
         self._enter(comm, store)
         self.set_timeout(timeout)
@@ -283,13 +283,13 @@ class KfcommBackend(Collectives, TorchMessages, Base):  # type: ignore[misc]
 
 def new_backend(comm: Communicator, store: Any, timeout: timedelta, keeper: Worlds) -> KfcommBackend:
     """A backend, which records its calls if torch's variables say so."""
-    kind = _recorded_backend() if kept_calls() else KfcommBackend
-    return kind(comm, store, timeout, keeper)
+    made: KfcommBackend = _kind(is_recorded=kept_calls() > 0)(comm, store, timeout, keeper)
+    return made
 
 
 @cache
-def _recorded_backend() -> type[KfcommBackend]:
-    return recorded(KfcommBackend)
+def _kind(*, is_recorded: bool) -> type[Any]:
+    return with_kept_works(recorded(KfcommBackend) if is_recorded else KfcommBackend)
 
 
 class Unmet:

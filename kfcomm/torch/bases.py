@@ -7,7 +7,7 @@ no `split_group`, and older torch knows some of its methods by other names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from kfcomm.errors import ConfigError
 from kfcomm.torch.compiling import uncompiled_methods
+from kfcomm.torch.kept_works import PLAIN
 
 NAME = "kfcomm"
 DEVICES = ("cpu", "cuda")
@@ -25,6 +26,7 @@ IS_GROUP = not hasattr(TorchBackend, "all_gather_single")
 """Whether backends are process groups."""
 
 Group: Any = ProcessGroup
+Options: Any = TorchBackend.Options if hasattr(TorchBackend, "Options") else Group.Options  # before torch 2.6
 
 
 @uncompiled_methods
@@ -73,7 +75,7 @@ class GroupBase(Group):  # type: ignore[misc]
     def _allgather_base(self, output: Any, source: Any, opts: Any) -> Any:
         return self.all_gather_single(output, source, opts)
 
-    def allgather_into_tensor_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Any:
+    def allgather_into_tensor_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any = PLAIN) -> Any:
         """Implement ``all_gather_single_coalesced``."""
         return self.all_gather_single_coalesced(outputs, inputs, opts)
 
@@ -92,6 +94,12 @@ class GroupBase(Group):  # type: ignore[misc]
 
 
 Base: Any = GroupBase if IS_GROUP else TorchBackend
+
+
+def make_known(create: Callable[..., Any]) -> None:
+    """Tell torch of the backend, which ``create`` makes. May be called again."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
 
 
 def refuse_mixtures() -> None:

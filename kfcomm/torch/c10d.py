@@ -25,6 +25,7 @@ from kfcomm.errors import CollectiveTimeout, ConfigError, KfcommError
 from kfcomm.sync.handle import Handle
 from kfcomm.torch.compiling import uncompiled_methods
 from kfcomm.torch.failures import keep
+from kfcomm.torch.kept_works import KEPT
 from kfcomm.torch.steps import PassEnding, called_by_pass, queue_callback
 from kfcomm.torch.tensors import place, read
 from kfcomm.types import Op
@@ -206,6 +207,8 @@ class TorchWork(BaseWork):  # type: ignore[misc]
 
     def _await(self, timeout: timedelta | None) -> None:
         """Wait until it is done, without ``finish``."""
+        if KEPT:
+            KEPT.discard(self)
         timeout_s = timeout.total_seconds() if timeout else 0.0
         try:
             self._handle.wait(timeout_s if timeout_s > 0 else None)

@@ -18,6 +18,7 @@ from kfcomm.torch.c10d import NOTHING, Ending, TorchWork, add_up_sparse, as_torc
 from kfcomm.torch.compiling import uncompiled_methods
 from kfcomm.torch.ddp import BucketWork, SharedBuffers, is_bucket
 from kfcomm.torch.fsdp import allocate_for_caller, count_of
+from kfcomm.torch.kept_works import PLAIN, is_async
 from kfcomm.torch.naming import TorchCall, TorchCalls, next_name
 from kfcomm.torch.tensors import place, places, read, together
 from kfcomm.types import Op
@@ -52,7 +53,7 @@ class Collectives:
             if op is Op.AVG:
                 op, finish = whole_mean(op, finish, tensor, self._comm.size)
             # The result stays in shared memory until the work is waited for, so it may need no other step.
-            if opts.asyncOp and tensor.is_cpu and finish is None and is_bucket(tensor):
+            if is_async(opts) and tensor.is_cpu and finish is None and is_bucket(tensor):
                 buffers = self._buffers
             own = None if buffers is None or factor is not None else buffers.own(tensor)
             buffer = buffers.filled(source) if buffers is not None and own is None else own
@@ -121,7 +122,7 @@ class Collectives:
 
     # ---------------------------------------------------------------- gather
 
-    def allgather(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Any:
+    def allgather(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = PLAIN) -> Any:
         """Implement ``dist.all_gather``."""
         (into,), (tensor,) = outputs, inputs
         with self._reported:
@@ -137,7 +138,7 @@ class Collectives:
             allocate_for_caller(self.allocate_tensor)
         return self._run("all_gather", x, opts, [output], finish, out=out)
 
-    def allgather_coalesced(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any) -> Any:
+    def allgather_coalesced(self, outputs: Sequence[Sequence[Any]], inputs: Sequence[Any], opts: Any = PLAIN) -> Any:
         """Implement ``dist.all_gather_coalesced``: ``outputs[r][i]`` is what rank r gave as ``inputs[i]``."""
         with self._reported:
             xs = [read(one, as_bytes=True) for one in inputs]
@@ -212,7 +213,7 @@ class Collectives:
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Any:
         """Several of ``reduce_scatter_single``, at once."""
         works = [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
-        return Several(works) if opts.asyncOp and works else NOTHING
+        return Several(works) if is_async(opts) and works else NOTHING
 
     # ---------------------------------------------------------------- all to all
 
@@ -258,7 +259,7 @@ class Collectives:
         options["name"], call = self._named(verb, x, opts, options)
         if verb != "barrier":
             options["x"] = x
-        if opts.asyncOp:
+        if is_async(opts):
             handle = getattr(self._comm, f"{verb}_async")(**options)
             if call is not None:
                 call.handle = weakref.ref(handle)

@@ -14,7 +14,6 @@ continues.
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -35,6 +34,7 @@ from kfcomm.torch.c10d import Ending, TorchWork, as_torch
 from kfcomm.torch.compiling import uncompiled_methods
 from kfcomm.torch.compression import FACTORS, Compression, Compressor, GradientAverage
 from kfcomm.torch.failures import keep
+from kfcomm.torch.kept_works import above
 from kfcomm.torch.tensors import place, read
 from kfcomm.transports.shm.heap import NOWHERE
 
@@ -51,7 +51,7 @@ REDUCERS = frozenset({graph.__file__, distributed.__file__})
 def is_bucket(tensor: Any) -> bool:
     """Whether the caller of the caller is a reducer, with a bucket that is large enough."""
     nbytes = tensor.numel() * tensor.element_size()
-    return nbytes >= SHARED_FROM_NBYTES and sys._getframe(2).f_code.co_filename in REDUCERS
+    return nbytes >= SHARED_FROM_NBYTES and above(2).f_code.co_filename in REDUCERS
 
 
 class SharedBuffers:

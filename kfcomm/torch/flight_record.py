@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import os
 import pickle
-import sys
 import threading
 import time
 from collections import deque
@@ -29,6 +28,7 @@ import torch.distributed as dist
 
 from kfcomm.errors import ConfigError
 from kfcomm.torch.compiling import uncompiled_methods
+from kfcomm.torch.kept_works import above
 
 SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -181,7 +181,7 @@ def _recording(method: str, make: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(make)
     def call(self: Any, *given: Any, **by_name: Any) -> Any:
         given += tuple(by_name.values())  # torch gives the last ones by name, in order
-        timeout = given[-1].timeout
+        timeout = getattr(given[-1], "timeout", timedelta(0))  # see ``kept_works.PLAIN``
         if timeout <= timedelta(0):  # that of the group
             timeout = self.options._timeout
         begun = self.flight_record.begin(COLLECTIVES[method], *_tensors(method, given), timeout)
@@ -229,7 +229,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 def _frames() -> Iterator[dict[str, Any]]:
     """The lines that led to a call, innermost first, without those of kfcomm."""
-    frame: Any = sys._getframe(3)
+    frame: Any = above(3)
     for _ in range(MAX_FRAMES):
         if frame is None:
             return

@@ -8,10 +8,11 @@ their group known.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
+
+from kfcomm.torch.kept_works import above
 
 FILE = "_fsdp_collectives.py"
 """Where torch's objects call."""
@@ -22,7 +23,7 @@ MAX_FRAMES = 8
 
 def allocate_for_caller(allocate: Callable[..., Any]) -> None:
     """Let the object of FSDP2 that called the caller, if there is one, allocate in this way from now on."""
-    frame = sys._getframe(2)
+    frame = above(2)
     for _ in range(MAX_FRAMES):
         if frame.f_code.co_filename.endswith(FILE):
             caller: Any = frame.f_locals.get("self")

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 from kfcomm.collectives.group import IN_ORDER
 from kfcomm.common.arguments import checked_name
 from kfcomm.monitor.dumps import OTHERS
+from kfcomm.torch.kept_works import above
 
 
 class _Names(threading.local):
@@ -140,7 +141,7 @@ class TorchCalls:
             words = self._new_words(verb, kind)
         number, (name, what, uses) = self.number, words
         self.number = number + 1
-        self._in_flight[number] = call = TorchCall(number, name, what, next(uses), sys._getframe(ABOVE))
+        self._in_flight[number] = call = TorchCall(number, name, what, next(uses), above(ABOVE))
         # Started here: a group with named calls only needs no thread.
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="kfcomm-torch-order", daemon=True)

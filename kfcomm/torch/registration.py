@@ -31,7 +31,7 @@ from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.rendezvous.torch_groups import why_too_old
 from kfcomm.sync.communicator import Communicator
 from kfcomm.torch.backend import KfcommBackend, Unmet, new_backend
-from kfcomm.torch.bases import DEVICES, IS_GROUP, NAME, patch_groups
+from kfcomm.torch.bases import DEVICES, IS_GROUP, NAME, make_known, patch_groups
 from kfcomm.torch.c10d import as_torch, forward
 from kfcomm.torch.failures import patch_backward
 from kfcomm.torch.meeting import NO_RANK, address_of, make_world, own
@@ -51,7 +51,7 @@ def register() -> None:
     else:
         forward()
         patch()
-    dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
+    make_known(create)
 
 
 def create(opts: Any, backend_options: Any = None) -> KfcommBackend:
@@ -85,6 +85,7 @@ class Worlds:
     """The open backends of this process, and that of torch's default group."""
 
     def __init__(self) -> None:
+        self.made: KfcommBackend | None = None  # of the next default group
         self._default: KfcommBackend | None = None
         # Kept alive: torch holds only the C++ part of a backend, which is useless once Python has freed it.
         self._open: set[KfcommBackend] = set()
@@ -92,6 +93,9 @@ class Worlds:
     def backend(self, opts: Any) -> KfcommBackend:
         """Make the backend of a group, as torch describes it."""
         members = list(opts.global_ranks_in_group)  # none: the default group
+        if self.made is not None and not members:
+            self._default, self.made = self.made, None
+            return self._default
         comm: Any
         if getattr(opts, "enable_reconfigure", False):  # torch 2.15: it gets a world by ``reconfigure``
             comm = Unmet(opts.group_rank, opts.group_size)
@@ -185,7 +189,13 @@ def shrink(timeout: float | None = None) -> Any:
         excluded = backend.find_lost(timeout)
     except KfcommError as error:
         raise as_torch(error) from None
-    return dist.shrink_group(excluded, group) if excluded else group
+    if not excluded:
+        return group
+    if hasattr(dist, "shrink_group"):
+        return dist.shrink_group(excluded, group)
+    _worlds.made = smaller = backend.shrink(excluded)  # an older torch
+    _begin_anew(smaller.get_group_store(), smaller.rank(), smaller.size(), smaller.options._timeout)
+    return dist.group.WORLD
 
 
 def get_reconfigure_handle() -> str:
@@ -217,7 +227,12 @@ def reconfigure(uuid: int, handles: Collection[str], timeout: timedelta | None =
     """
     timeout = timeout or default_pg_timeout
     store, rank = own.meet(handles, uuid, timeout)
+    _begin_anew(store, rank, len(handles), timeout)
+    return dist.group.WORLD
+
+
+def _begin_anew(store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    """Make torch's default group, in the place of all of its groups."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group(NAME, store=store, rank=rank, world_size=len(handles), timeout=timeout)
-    return dist.group.WORLD
+    dist.init_process_group(NAME, store=store, rank=rank, world_size=size, timeout=timeout)

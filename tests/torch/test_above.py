@@ -25,7 +25,7 @@ def accuracy(said: str) -> float:
 
 
 def test_accelerate(tmp_path: Path) -> None:
-    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = finished(*launch, str(EXAMPLES / "accelerate_train.py"), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert accuracy(done.stdout) > 0.9

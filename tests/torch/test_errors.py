@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 import kfcomm
 import kfcomm.torch
@@ -60,6 +61,20 @@ def test_errors_of_asynchronous_calls(fleet: Fleet) -> None:
         assert "all_reduce of float32[4], sum" in told
         assert "all_reduce of float32[5], sum" in told
         assert after == "[3.0, 3.0]"
+
+
+def unlike_below() -> str:
+    """Of a work that C++ alone has."""
+    x = torch.ones(4 if dist.get_rank() else 5)
+    with pytest.raises(kfcomm.CollectiveMismatch) as caught:
+        functional.wait_tensor(functional.all_reduce(x, "sum", dist.group.WORLD))
+    return str(caught.value)
+
+
+def test_errors_of_functional_collectives(fleet: Fleet) -> None:
+    for told in fleet.run(unlike_below):
+        assert "all_reduce of float32[4], sum" in told
+        assert "all_reduce of float32[5], sum" in told
 
 
 def refused() -> str:
@@ -147,7 +162,7 @@ def test_a_rank_that_is_missing_is_named_with_its_line(tmp_path: Path) -> None:
     script.write_text(MISSING)
     env = os.environ | {"KFCOMM_STALL_AFTER": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     env["TMPDIR"] = str(tmp_path)  # torchrun leaves a folder
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     told = re.search(r"rank 0 has waited .* missing ranks \[1\]; rank 1 last .*", done.stderr)
     assert told is not None, done.stderr

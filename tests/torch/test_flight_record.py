@@ -87,7 +87,7 @@ def analysed() -> Callable[[Path], tuple[Any, str]]:
 
 
 def run(program: str, folder: Path, **env: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--no-python"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--no-python"]
     variables = {SIZES[0]: "100", "TORCH_FR_DUMP_TEMP_FILE": str(folder / "rank_"), "OMP_NUM_THREADS": "1"}
     variables["TMPDIR"] = str(folder.parent)  # of torchrun, which leaves a folder there
     done = subprocess.run(

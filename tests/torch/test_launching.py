@@ -46,7 +46,7 @@ def finished(*command: str, folder: Path, **variables: str) -> subprocess.Comple
 
 def test_the_example_under_torchrun(tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "torch_ddp.py")
-    done = finished("-m", "torch.distributed.run", "--nproc-per-node", "3", example, folder=tmp_path)
+    done = finished("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", example, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = re.fullmatch(r"accuracy (\d\.\d{3}) on 3 ranks\n", done.stdout)
     assert found is not None, done.stdout

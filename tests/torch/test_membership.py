@@ -19,6 +19,7 @@ from kfcomm.torch.meeting import ProcessHandle, in_order
 from tests.torch.fleet import Fleet
 from tests.torch.test_launching import environment
 
+NEEDS_SHRINK = pytest.mark.skipif(not hasattr(dist, "shrink_group"), reason="this torch has no shrink_group")
 NEEDS_BACKENDS = pytest.mark.skipif(IS_GROUP, reason="torch before 2.14 splits groups of GPUs alone")
 NEEDS_RECONFIGURE = pytest.mark.skipif(
     not hasattr(dist.distributed_c10d, "_reconfigure"), reason="torch has no _reconfigure before 2.15"
@@ -82,6 +83,7 @@ def shrunk() -> tuple[int, int, float]:
     return dist.get_rank(), dist.get_world_size(), summed()
 
 
+@NEEDS_SHRINK
 def test_shrink_excludes_a_living_rank(fleet: Fleet) -> None:
     assert fleet.run(shrunk) == [(0, 2, 3.0), (-1, 0, 0.0), (1, 2, 3.0)]
 
@@ -98,6 +100,7 @@ def shrunk_part() -> float:
     return total
 
 
+@NEEDS_SHRINK
 def test_shrink_a_group(fleet: Fleet) -> None:
     assert fleet.run(shrunk_part) == [0.0, 3.0, 3.0]
 
@@ -118,6 +121,7 @@ def unlike() -> str:
     return str(caught.value)
 
 
+@NEEDS_SHRINK
 def test_shrink_with_different_exclusions_times_out(fleet: Fleet) -> None:
     first, second, _ = fleet.run(unlike)
     assert "missing ranks [1]" in first
@@ -133,7 +137,7 @@ def test_shrink_without_losses(fleet: Fleet) -> None:
     fleet.run(nobody_lost)
 
 
-@pytest.mark.parametrize("how", ["torch", "kfcomm"])
+@pytest.mark.parametrize("how", [pytest.param("torch", marks=NEEDS_SHRINK), "kfcomm"])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_training_survives_a_killed_rank(how: str, lost: int, tmp_path: Path) -> None:
     """By torch's function, with the lost rank, and by ours, without it."""
