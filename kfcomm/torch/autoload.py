@@ -29,9 +29,9 @@ def load() -> None:
         refuse_mixtures()
     if IS_GROUP or chosen is not TorchDefault.NONE:
         make_known(create)
-    if chosen is not TorchDefault.NONE:
+    if chosen is TorchDefault.NAMELESS:
         dist.Backend.default_device_backend_map["cpu"] = NAME
-    if chosen is TorchDefault.GLOO:
+    elif chosen is TorchDefault.GLOO:  # torch's default, whose name programs may look for
         stand_in(NAME)
 
 

@@ -99,7 +99,9 @@ Base: Any = GroupBase if IS_GROUP else TorchBackend
 def make_known(create: Callable[..., Any]) -> None:
     """Tell torch of the backend, which ``create`` makes. May be called again."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, create, extended_api=True, devices=list(DEVICES))
+        # Some of torch takes a device that a group has, if it is not the CPU. The count does not initialize CUDA.
+        devices = [one for one in DEVICES if one == "cpu" or torch.cuda.device_count()]
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
 
 
 def refuse_mixtures() -> None:

@@ -116,11 +116,12 @@ class Own:
         self._uid = self._host = ""
         self._store: Any = None
         self._pid = 0
+        self._used: set[int] = set()  # by rendezvous, also by those that failed
 
     def handle(self, rank: int, towards: tuple[str, int]) -> ProcessHandle:
         """The handle of this process; its interface is that ``towards`` an address, or of ``KFCOMM_INTERFACE``."""
         if self._pid != os.getpid():  # the first, or in a forked child
-            self._uid, self._pid = secrets.token_hex(8), os.getpid()
+            self._uid, self._pid, self._used = secrets.token_hex(8), os.getpid(), set()
             self._host = choose_address(os.environ.get("KFCOMM_INTERFACE") or None, towards)
             # Port 0: the system chooses one, and the handle carries it.
             self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
@@ -132,6 +133,9 @@ class Own:
         uids = [one.uid for one in found]
         if self._pid != os.getpid() or self._uid not in uids:
             raise ConfigError("the handle of this process is missing: see get_reconfigure_handle")
+        if uuid in self._used:
+            raise ConfigError(f"the uuid {uuid} was already used by a reconfigure of this process: take a new one")
+        self._used.add(uuid)
         place = uids.index(self._uid)
         store = self._store if place == 0 else _reached(found[0], timeout)
         # Keys of an earlier rendezvous, which may have failed halfway, must not be found by this one.

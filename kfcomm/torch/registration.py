@@ -213,7 +213,7 @@ def reconfigure(uuid: int, handles: Collection[str], timeout: timedelta | None =
     groups of this process are destroyed first; calls in flight in them fail.
 
     Args:
-        uuid: the same on all processes, a new one for each call.
+        uuid: the same on all processes, a new one for each call, also after one that failed.
         handles: of all processes, from ``get_reconfigure_handle``: a list in the order of the new ranks; a set is
             ordered by present ranks, new processes last.
         timeout: of the new group's collectives, and of the rendezvous; None for torch's default.
@@ -222,7 +222,7 @@ def reconfigure(uuid: int, handles: Collection[str], timeout: timedelta | None =
         The default process group.
 
     Raises:
-        ConfigError: the handles are not those of several processes, with this one among them.
+        ConfigError: the handles are not those of several processes, with this one among them; the uuid was used before.
         RendezvousError: processes are missing at the timeout; names all of them.
     """
     timeout = timeout or default_pg_timeout

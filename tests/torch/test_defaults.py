@@ -45,6 +45,13 @@ def backends(folder: Path, asked: str, **variables: str) -> dict[str, str]:
     return dict(lines)
 
 
+def test_programs_that_look_for_gloo_find_it() -> None:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "KFCOMM_TORCH_DEFAULT": "gloo"}
+    program = "import torch.distributed as dist; print(dist.Backend.default_device_backend_map['cpu'])"
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "gloo\n"
+
+
 @pytest.mark.parametrize(
     ("value", "asked", "expected"),
     [

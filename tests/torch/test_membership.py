@@ -165,6 +165,8 @@ def reconfigured(place: str) -> list[Any]:
     assert kfcomm.torch.communicator() is not before
     assert summed() == 6.0
     dist.distributed_c10d._reconfigure(2, set(handles), timeout=timedelta(seconds=30)).wait()
+    with pytest.raises(kfcomm.ConfigError, match="the uuid 2 was already used"):
+        dist.distributed_c10d._reconfigure(2, handles)
     assert (dist.get_rank(), summed()) == (rank, 6.0)
     with pytest.raises(kfcomm.ConfigError, match=r"call kfcomm\.torch\.reconfigure"):
         dist.distributed_c10d._reconfigure(3, handles[::-1])

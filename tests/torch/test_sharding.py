@@ -11,6 +11,8 @@ if not hasattr(torch.cpu.Stream, "record_event"):
     pytest.skip("FSDP2 needs torch 2.7 on CPUs", allow_module_level=True)
 
 import torch.distributed as dist
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
@@ -87,6 +89,20 @@ def sharded_flat() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_flat_fsdp(fleet: Fleet) -> None:
     fleet.run(sharded_flat)
+
+
+def sharded_rows() -> list[Any]:
+    """Torch gathers them where a device of the group is."""
+    placed = ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(dist.get_world_size())])
+    rows = sharded_tensor.full(placed, (6, 2), float(dist.get_world_size()))
+    whole = torch.zeros(6, 2) if dist.get_rank() == 0 else None
+    rows.gather(out=whole)
+    return [] if whole is None else whole.unique().tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sharded_tensors(fleet: Fleet) -> None:
+    assert fleet.run(sharded_rows) == [[3.0], [], []]
 
 
 def distributed_tensors() -> None:
