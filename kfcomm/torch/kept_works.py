@@ -61,7 +61,7 @@ KEPT_CODE = _kept(with_kept_works).__code__
 
 
 def _above(depth: int) -> FrameType:
-    """The frame that calls the backend, or if none does so much above the caller's."""
+    """The frame that calls the backend; where none does, the one so much above the caller's."""
     # In older torch, frames of its compiler lie between.
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not KEPT_CODE:

@@ -56,7 +56,7 @@ def register() -> None:
 
 def create(opts: Any, backend_options: Any = None) -> KfcommBackend:
     """The backend of one process group; all of its ranks call it."""
-    return _worlds.backend(opts)
+    return backend_options if isinstance(backend_options, KfcommBackend) else _worlds.backend(opts)
 
 
 def communicator(group: Any = None) -> Communicator:
@@ -85,7 +85,6 @@ class Worlds:
     """The open backends of this process, and that of torch's default group."""
 
     def __init__(self) -> None:
-        self.made: KfcommBackend | None = None  # of the next default group
         self._default: KfcommBackend | None = None
         # Kept alive: torch holds only the C++ part of a backend, which is useless once Python has freed it.
         self._open: set[KfcommBackend] = set()
@@ -93,9 +92,6 @@ class Worlds:
     def backend(self, opts: Any) -> KfcommBackend:
         """Make the backend of a group, as torch describes it."""
         members = list(opts.global_ranks_in_group)  # none: the default group
-        if self.made is not None and not members:
-            self._default, self.made = self.made, None
-            return self._default
         comm: Any
         if getattr(opts, "enable_reconfigure", False):  # torch 2.15: it gets a world by ``reconfigure``
             comm = Unmet(opts.group_rank, opts.group_size)
@@ -193,9 +189,8 @@ def shrink(timeout: float | None = None) -> Any:
         return group
     if hasattr(dist, "shrink_group"):
         return dist.shrink_group(excluded, group)
-    _worlds.made = smaller = backend.shrink(excluded)  # an older torch
-    _begin_anew(smaller.get_group_store(), smaller.rank(), smaller.size(), smaller.options._timeout)
-    return dist.group.WORLD
+    made: Any = backend.shrink(excluded)  # an older torch
+    return _begun_anew(made.get_group_store(), made.rank(), made.size(), made.options._timeout, made)
 
 
 def get_reconfigure_handle() -> str:
@@ -227,12 +222,12 @@ def reconfigure(uuid: int, handles: Collection[str], timeout: timedelta | None =
     """
     timeout = timeout or default_pg_timeout
     store, rank = own.meet(handles, uuid, timeout)
-    _begin_anew(store, rank, len(handles), timeout)
-    return dist.group.WORLD
+    return _begun_anew(store, rank, len(handles), timeout)
 
 
-def _begin_anew(store: Any, rank: int, size: int, timeout: timedelta) -> None:
-    """Make torch's default group, in the place of all of its groups."""
+def _begun_anew(store: Any, rank: int, size: int, timeout: timedelta, made: Any = None) -> Any:
+    """A new default group of torch in the place of all of its groups, with the backend that is ``made``, if one is."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group(NAME, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(NAME, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=made)
+    return dist.group.WORLD

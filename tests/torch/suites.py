@@ -31,14 +31,14 @@ FILES = (
     "tensor/test_utils.py", "checkpoint/test_pg_transport.py", "checkpoint/test_file_system_checkpoint_cpu.py",
 )  # fmt: skip
 """Not every version of torch has all of them."""
-KEEPS_RANKS = (
+OTHER_RANKS = (
     "test_reconfigure_late_join", "test_reconfigure_merge_split", "test_reconfigure_rejects_reused_uuid",
     "test_reconfigure_scale_down_up", "test_reconfigure_single_to_all", "test_shrink_exclude_last_rank",
     "test_shrink_exclude_middle_rank",
 )  # fmt: skip
 NOT_OURS = {
     "test_noncontiguous_all_to_all_error": "kfcomm copies tensors that are not contiguous, which Gloo refuses",
-    **dict.fromkeys(KEEPS_RANKS, "_reconfigure to other ranks or another size: kfcomm.torch.reconfigure does that"),
+    **dict.fromkeys(OTHER_RANKS, "_reconfigure to other ranks or another size: kfcomm.torch.reconfigure does that"),
 }
 """Tests that Gloo alone passes, by their names without the file and the class, and why."""
 if IS_GROUP:

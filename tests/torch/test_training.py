@@ -350,8 +350,8 @@ def functionally() -> None:
         model = DistributedDataParallel(net())
         compiled = torch.compile(model, backend="aot_eager")
         assert_close(trained(compiled, sgd(model), mine, way=2), alone(way=2))
-    codes = [one() for one in torch._dynamo.convert_frame.input_codes.seen]
     assert not [work for work in KEPT if work.is_completed()]
+    codes = [one() for one in torch._dynamo.convert_frame.input_codes.seen]
     ours = str(Path(kfcomm.__file__).parent)
     assert [one for one in codes if one is not None and one.co_filename.startswith(ours)] == []
 
