@@ -174,6 +174,16 @@ ROWS = (
         ),
     ),
     Row(
+        "one host, auto, ResNet-50 gradients through all_reduce_many",
+        WORKS["resnet50"],
+        4,
+        MANY,
+        (
+            best_of(BUCKETS, "gloo", FUSED, 2.2, 3),
+            best_of("Open MPI shared memory, best mode", "openmpi", EVERY, 1, 1.3),
+        ),
+    ),
+    Row(
         "one host, auto, ResNet-50 gradients all at once, in symmetric memory",
         WORKS["resnet50"],
         4,

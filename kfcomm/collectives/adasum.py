@@ -36,17 +36,7 @@ import numpy as np
 from kfcomm.arrays import adapt, holds_arrays, is_list
 from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.collectives.adasum_arithmetic import FusedLayout, Matrix, TensorPart
-from kfcomm.collectives.batches import (
-    Item,
-    item_of,
-    like,
-    listing_of,
-    many_key,
-    names_of,
-    outs_by_name,
-    outs_in_order,
-    reduce_mapping,
-)
+from kfcomm.collectives.batches import item_of, like, names_of, outs_by_name, outs_in_order, reduce_mapping
 from kfcomm.collectives.calling import Checks, Posting
 from kfcomm.collectives.group import UNNAMED, may_overlap
 from kfcomm.collectives.handle import Handle
@@ -54,6 +44,7 @@ from kfcomm.collectives.kept import STAMP, stamped
 from kfcomm.collectives.plans import Plan, PlanKey, Plans
 from kfcomm.collectives.specs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, SPECS, CallOptions
 from kfcomm.collectives.steps import LaterSteps, Steps
+from kfcomm.collectives.units import Item, listing_of, many_key
 from kfcomm.common.arguments import checked_name
 from kfcomm.core.cause import error_of
 from kfcomm.errors import ConfigError, EpochChanged, RemoteProtocolError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 if TYPE_CHECKING:
-    from kfcomm.collectives.batches import Item
+    from kfcomm.collectives.units import Item
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Matrix: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"

@@ -18,13 +18,14 @@ from kfcomm.arrays import HostArray, OutArray, adapt, adapt_out, holds_arrays, i
 from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.arrays.kinds import NUMPY
 from kfcomm.arrays.reduce import kernel
-from kfcomm.collectives.batches import many_key, names_of, outs_by_name, reduce_mapping
+from kfcomm.collectives.batches import names_of, outs_by_name, reduce_mapping
 from kfcomm.collectives.calling import Checks, Posting, checked_op
 from kfcomm.collectives.group import UNNAMED
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.plans import Plan, PlanKey, Plans
 from kfcomm.collectives.specs import ALL_REDUCE, CallOptions, Shape
 from kfcomm.collectives.steps import Steps
+from kfcomm.collectives.units import many_key
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import CollectiveError, ConfigError
 from kfcomm.types import Op

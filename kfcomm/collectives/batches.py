@@ -3,175 +3,42 @@
 A list works as in the coalesced verbs of torch and mpi4py: the verb is applied to each array, and a list of results of
 the same kind is returned. For ``reduce_scatter`` and ``all_to_all`` it has one array for each rank.
 
-Every rank derives the same division without messages. Small arrays of one dtype are laid one after the other and travel
-as one; large ones travel by themselves, uncopied. Each of these *units* has a key of its own, and a signature that
-lists its arrays. The signature of the first unit lists all arrays of the call: ranks that differ in any array get a
-``CollectiveMismatch`` that names it. The first unit takes the next sequence number of its key, and the others take the
-same, so that a call which fails on one rank leaves all ranks in step.
+The arrays are divided into units (see `kfcomm.collectives.units`). The first unit takes the next sequence number of its
+key, and the others take the same, so that a call which fails on one rank leaves all ranks in step.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kfcomm.arrays import HostArray, adapt, adapt_out
-from kfcomm.arrays.dtypes import dtype_name
-from kfcomm.arrays.on_device import DeviceArray
 from kfcomm.arrays.reduce import wire_dtype_of
-from kfcomm.collectives.calling import Checks, MakePlan, Posting, checked_op, result_memory
+from kfcomm.collectives.calling import Checks, MakePlan, Posting, checked_op
+from kfcomm.collectives.compiled_mapping import CompiledMapping
 from kfcomm.collectives.group import UNNAMED, Group, may_overlap
 from kfcomm.collectives.handle import Handle, join
 from kfcomm.collectives.on_device.calls import DeviceOrder
 from kfcomm.collectives.on_device.verbs import DeviceVerbs, Given
-from kfcomm.collectives.plans import Plan, PlanKey, Planner, Plans
+from kfcomm.collectives.plans import PlanKey, Planner, Plans
 from kfcomm.collectives.specs import ALL_REDUCE, SPECS, Arguments, CallOptions, VerbSpec
+from kfcomm.collectives.units import Batch, Item, Unit, digest_of, list_key, listing_of, many_key, units_of
 from kfcomm.common.arguments import checked_name
-from kfcomm.errors import ConfigError
+from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.types import Op, Verb
 
 if TYPE_CHECKING:
     from kfcomm.collectives.calling import VerbCalls
+    from kfcomm.collectives.compiled import CompiledKey
 
-
-Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-
-PACK_NBYTES = 1 << 16
-"""Arrays up to this size are packed: copied twice, which costs less than a collective of their own."""
 
 MANY = "all_reduce_many"
 """In place of a verb, in what calls of one name have in common."""
-
-LISTED_NBYTES = 1 << 15
-"""What a signature lists of the arrays; of more it holds a digest."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Item:
-    """One array of a call."""
-
-    name: str  # common to all ranks
-    array: Any  # `HostArray` or `DeviceArray`
-    out: Any = None  # `OutArray` or `DeviceOut`
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Unit:
-    """Arrays that travel as one: one large array, or any number of small ones of one dtype."""
-
-    items: tuple[Item, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array that travels."""
-        if len(self.items) == 1:
-            return tuple(self.items[0].array.shape)
-        return (sum(one.array.flat.size for one in self.items),)
-
-    def source(self) -> Array:
-        """All elements in a row; the caller's memory if there is one array."""
-        flats: list[Array] = [one.array.flat for one in self.items]
-        return flats[0] if len(flats) == 1 else np.concatenate(flats)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """Arrays on which one verb works, all alike."""
-
-    spec: VerbSpec  # its results have the shape of the input, or for gathers one axis more
-    items: tuple[Item, ...]  # in the same order on all ranks
-    key: Callable[[int], str]  # of the n-th unit
-    ops: dict[np.dtype[Any], Op | None]  # None for verbs without
-    wires: dict[np.dtype[Any], np.dtype[Any]]  # dtype on the wire by dtype, where they differ
-    root: int  # -1 for verbs without
-    gets: bool  # this rank gets results
-    size: int  # of the group
-    overlapping: bool = False  # further uses of the keys may begin before these are over
-
-    def plan(self, plans: Plans, unit: Unit, key: str) -> Plan:
-        """Plan of one unit."""
-        dtype = unit.items[0].array.dtype
-        kind = PlanKey(self.spec.verb, dtype, unit.shape, self.ops[dtype], self.root, self.wires.get(dtype))
-        return plans.of(kind, key)
-
-    def shape_of(self, item: Item) -> tuple[int, ...]:
-        """The shape of a result."""
-        return self.spec.stacked(item.array.shape, self.size)
-
-    def result_memory(self, plan: Plan, unit: Unit) -> tuple[Array | None, Any, Callable[[Any], Any] | None]:
-        """Memory for the result of a unit; see ``Operation`` for what else."""
-        if not self.gets:
-            return None, None, None
-        if len(unit.items) > 1:
-            result = np.empty(plan.result_count, plan.dtype)
-            return result, result, None
-        (item,) = unit.items
-        return result_memory(plan, item.array, self.shape_of(item), item.out, 0 if self.spec.in_place else None)
-
-    def results(self, unit: Unit, found: Any) -> list[Any]:
-        """The results of a unit, of the callers' kinds; those of one unit share memory, but for ``out`` and gathers."""
-        if len(unit.items) == 1:
-            return [found]
-        is_gather = self.spec.is_stacked
-        table = found.reshape(self.size, -1) if is_gather else found
-        made, at = [], 0
-        for item in unit.items:
-            array, out = item.array, item.out
-            end = at + array.flat.size
-            part = table[:, at:end].reshape(-1) if is_gather else found[at:end]
-            if out is None:
-                made.append(array.restore(part, self.shape_of(item) if is_gather else array.shape))
-            else:
-                out.flat[:] = part
-                made.append(out.finish())
-            at = end
-        return made
-
-
-def many_key(names: Sequence[str], number: int = 0) -> str:
-    """The key of a unit of a call of ``all_reduce_many`` that has this name, or these names, which are sorted."""
-    return f"{names[0]}\0many {number}" if number else f"{names[0]}\0many"
-
-
-def list_key(key: str, number: int = 0) -> str:
-    """The key of a unit of a list: the first has the name of the call, and so meets calls of other kinds."""
-    return f"{key}\0list {number}" if number else key
-
-
-def units_of(items: Sequence[Item]) -> list[Unit]:
-    """Return the units, the same on every rank: small ones by dtype, then large ones, in the order of the items."""
-    small: dict[np.dtype[Any], list[Item]] = {}
-    large = []
-    for item in items:
-        flat = item.array.flat
-        if flat.nbytes > PACK_NBYTES:
-            large.append(Unit((item,)))
-        else:
-            small.setdefault(flat.dtype, []).append(item)
-    dtypes = sorted(small, key=lambda dtype: dtype.str + dtype.name)
-    return [*(Unit(tuple(small[dtype])) for dtype in dtypes), *large]
-
-
-def listing_of(names: Sequence[str], arrays: Sequence[HostArray | DeviceArray]) -> dict[str, Any]:
-    """Names, dtypes and shapes as fields of a signature, on which all ranks must agree; of many arrays a digest."""
-    nbytes = len("\0".join(names).encode()) + sum(16 + 9 * len(one.shape) for one in arrays)
-    if nbytes > LISTED_NBYTES:
-        return {"counts": digest_of(names, arrays)}
-    listed = ((name, dtype_name(one.dtype), one.shape) for name, one in zip(names, arrays, strict=True))
-    return {"arrays": tuple(listed)}
-
-
-def digest_of(names: Sequence[str], arrays: Sequence[HostArray | DeviceArray]) -> tuple[int, bytes]:
-    """Number of arrays, and a digest of their names, dtypes and shapes."""
-    digest = hashlib.blake2b("\0".join(names).encode(), digest_size=8)
-    digest.update(repr([(dtype_name(array.dtype), array.shape) for array in arrays]).encode())
-    return len(names), digest.digest()
 
 
 def post_units(
@@ -184,10 +51,10 @@ def post_units(
     if whole.cancelled():
         whole.seq = group.refuse_now(batch.key(0), asyncio.CancelledError())
         return
-    units = units_of(batch.items)
     handles: list[Handle[Any]] = []
     seq = None  # of the first unit, and then of all: a call that fails on one rank leaves all ranks in step
     plans = group.plans_along(options.strategy, batch.key(0))
+    units = units_of(batch.items, partial(batch.chains, plans))
     try:
         for number, unit in enumerate(units):
             handle: Handle[Any] = Handle(loop=group.engine.loop)
@@ -197,7 +64,7 @@ def post_units(
             fields = listing_of([one.name for one in told], [one.array for one in told])
             plan = batch.plan(plans, unit, key)
             plan = replace(plan, signature=plan.signature._replace(**fields))
-            result, value, outcome = batch.result_memory(plan, unit)
+            result, value, outcome = batch.result_memory(unit)
             operation = plan.operation(
                 handle, unit.source(), result, plan.work, value=value, finish=outcome, priority=options.priority
             )
@@ -219,10 +86,13 @@ def post_units(
         found: dict[str, Any] = {}
         for unit, handle in zip(units, handles, strict=True):
             names = (item.name for item in unit.items)
-            found.update(zip(names, batch.results(unit, handle.result()), strict=True))
+            found.update(zip(names, handle.result(), strict=True))
         return gathered(found)
 
     join(group.engine.reactor, handles, whole, results)
+    if batch.cached is not None and len(units) == 1 and CompiledMapping.fits(units[0]) and group.may_compile(plans):
+        name, alike = batch.cached
+        group.compiled[name] = CompiledMapping(group, batch.key(0), alike, plan, units[0])
 
 
 def _begin_on_device(
@@ -260,14 +130,13 @@ def reduce_mapping(verbs: VerbCalls, arrays: Any, name: str | None, options: Cal
     verbs._check_open()
     group, devices = verbs._group, verbs._devices
     name = checked_name(name)
-    if name is not None and options.is_plain and options.strategy is None:
-        again = group.compiled.get(many_key((name,)))
-        if again is not None:
-            handle: Handle[dict[str, Any]] = Handle(loop=group.engine.loop)
-            begun = again.start(arrays, (MANY, options.op), options.out, handle)
-            if begun is not None:
-                handle.seq = begun.seq
-                return handle
+    alike = (MANY, options.op)
+    cached: CompiledKey = None  # key of the plan of calls like this one; None if it has none
+    if options.is_repeatable and options.strategy is None and isinstance(options.op, Hashable):
+        cached = many_key((name,)) if name is not None else (*arrays,) if type(arrays) is dict else None
+    again = None if cached is None else _again(group, cached, arrays, alike, options)
+    if again is not None:
+        return again
     names = names_of(arrays)  # sorted: mappings may list their arrays in unlike orders
     whole: Handle[dict[str, Any]] = Handle(loop=group.engine.loop)
     if not names:
@@ -275,10 +144,10 @@ def reduce_mapping(verbs: VerbCalls, arrays: Any, name: str | None, options: Cal
         return whole
     named = names if name is None else (name,)
     key, op, out = many_key(named), options.op, options.out
-    alike: Arguments | None = (MANY, op) if options.is_plain and isinstance(op, Hashable) else None
+    order = [*arrays]
 
     def gathered(found: dict[str, Any]) -> Any:
-        return {one: found[one] for one in arrays} if out is None else out
+        return {one: found[one] for one in order} if out is None else out
 
     with Checks(group, key):
         on_device = any(devices.takes(arrays[one], options.stream) for one in names)
@@ -291,15 +160,36 @@ def reduce_mapping(verbs: VerbCalls, arrays: Any, name: str | None, options: Cal
         ops = _ops(ALL_REDUCE, op, items)
         batch = Batch(
             SPECS[ALL_REDUCE], items, lambda number: many_key(named, number), ops, _wires(options.wire_dtype, ops), -1,
-            gets=True, size=group.view.size,
+            gets=True, size=group.view.size, cached=None if cached is None else (cached, alike),
         )  # fmt: skip
         if on_device:  # those of one dtype travel as one, uncopied
             dtypes = sorted(ops, key=lambda dtype: dtype.name)
             units = [Unit(tuple(item for item in items if item.array.dtype == dtype)) for dtype in dtypes]
-            return _begin_on_device(devices, batch, units, whole, gathered, options, alike)
+            alike_there = alike if options.is_plain and isinstance(op, Hashable) else None
+            return _begin_on_device(devices, batch, units, whole, gathered, options, alike_there)
 
     group.in_order(lambda: post_units(group, batch, whole, gathered, options))
     return whole
+
+
+def _again(
+    group: Group, key: CompiledKey, arrays: Any, alike: Arguments, options: CallOptions
+) -> Handle[dict[str, Any]] | None:
+    """Repeat the latest call under this key; None, with nothing begun, if this one is unlike that."""
+    compiled = group.compiled.get(key)
+    try:
+        if compiled is not None and options.has_limits:
+            compiled = compiled.limited(options.checked())
+    except KfcommError:  # all checks find the same again, and tell the other ranks
+        return None
+    if compiled is None:
+        return None
+    handle: Handle[dict[str, Any]] = Handle(loop=group.engine.loop)
+    begun = compiled.start(arrays, alike, options.out, handle)
+    if begun is None:
+        return None
+    handle.seq = begun.seq
+    return handle
 
 
 def of_list(verbs: VerbCalls, verb: Verb, xs: Sequence[Any], name: str | None, options: CallOptions) -> Handle[Any]:

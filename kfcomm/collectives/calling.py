@@ -21,7 +21,7 @@ from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.on_device.calls import DeviceOrder
 from kfcomm.collectives.on_device.through_host import Out
 from kfcomm.collectives.on_device.verbs import DeviceVerbs
-from kfcomm.collectives.plans import Plan, PlanKey, Plans
+from kfcomm.collectives.plans import PlanKey, Plans
 from kfcomm.collectives.specs import (
     PLAIN,
     SPECS,
@@ -301,7 +301,7 @@ class VerbCalls:
                 key, seq, plans = later.key, later.seq, later.plans
             try:
                 chosen = plan[0](plans, *plan[1:])
-                result, value, outcome = result_memory(chosen, array, shape, target, input_at)
+                result, value, outcome = result_memory(chosen.result_count, array, shape, target, input_at)
             except Exception as error:  # noqa: BLE001  no memory for the result, perhaps: the other ranks are told
                 made.seq = group.refuse_now(key, error, seq=seq)
                 made.set_exception(error)
@@ -363,22 +363,22 @@ def checked_op(op: Any, dtype: np.dtype[Any]) -> Op:
 
 
 def result_memory(
-    plan: Plan, array: HostArray | None, shape: Shape | None, target: Out | None, input_at: int | None
+    count: int, array: HostArray | None, shape: Shape | None, target: Out | None, input_at: int | None
 ) -> tuple[Array | None, Any, Callable[[Any], Any] | None]:
     """Return memory for the result, and the caller's result: see ``Operation`` for ``value`` and ``outcome``.
 
-    ``input_at``: see `Posting`.
+    ``count``: elements of the result. ``input_at``: see `Posting`.
     """
     if array is None or shape is None:
         return None, None, None
     if target is None:
-        result = np.empty(plan.result_count, plan.dtype)
+        result = np.empty(count, array.dtype)
         value = result if len(shape) == 1 else result.reshape(shape)
         return result, value, None if array.kind is NUMPY else array.kind.restore
     flat, given = target.flat, array.flat
     is_in_place = input_at is not None and same_memory(flat[input_at : input_at + given.size], given)
     if not is_in_place and (overlaps(flat, given) or same_memory(flat, given)):
-        scratch = np.empty(plan.result_count, plan.dtype)
+        scratch = np.empty(count, array.dtype)
 
         def copied(target: Out) -> Any:
             np.copyto(flat, scratch)

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from kfcomm.collectives.specs import CallOptions
 
 Begun: TypeAlias = "Operation | SlotUse | Over | Launched"
-CompiledKey: TypeAlias = "str | tuple[str | None, str, bytes] | None"
-"""Name of the calls of a cached plan; with name and digest of their strategy, if they have one of their own."""
+CompiledKey: TypeAlias = "str | tuple[str | None, str, bytes] | tuple[str, ...] | None"
+"""Name of the calls of a cached plan; with name and digest of their strategy, if they have one of their own. Of a
+mapping without a name, the names of its arrays."""
 NO_ARRAY: Final = np.empty(0, np.uint8)
 """In place of the array of a verb that takes none."""
 

@@ -178,9 +178,19 @@ class Handle(Unawaited, asyncio.Future[T]):
         if self.done():
             reactor.call_soon(callback, self)
             return
+        self._listen(lambda done: reactor.call_soon(callback, done))
+
+    def _when_cancelled(self, callback: Callable[[], object]) -> None:
+        """Call back within ``cancel``, so that what is begun after that finds nothing of this call under way."""
+        if self.cancelled():
+            callback()
+        elif not self.done():
+            self._listen(lambda done: callback() if done.cancelled() else None)
+
+    def _listen(self, listener: Callable[[Any], object]) -> None:
         if self._listeners is None:
             self._listeners = []
-        self._listeners.append(lambda done: reactor.call_soon(callback, done))
+        self._listeners.append(listener)
 
     def _tell_listeners(self) -> None:
         listeners, self._listeners = self._listeners, None
@@ -226,7 +236,7 @@ def join(reactor: Reactor, handles: Sequence[Handle[Any]], whole: Handle[T], res
         for handle in handles:
             handle.cancel()
 
-    whole.when_done(reactor, lambda done: give_up() if done.cancelled() else None)
+    whole._when_cancelled(give_up)
     for handle in handles:
         handle.when_done(reactor, one_done)
 

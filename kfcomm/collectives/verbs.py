@@ -121,9 +121,10 @@ class Verbs(VerbCalls):
         out: Mapping[str, Any] | None = None, timeout: Seconds | None = None, priority: int = 0,
         wire_dtype: Any = None, weight: float | None = None, stream: Any = None, strategy: StrategySpec | None = None,
     ) -> Handle[dict[str, Any]]:  # fmt: skip
-        """``all_reduce`` of every value of a mapping in few collectives: small arrays travel together.
+        """``all_reduce`` of every value of a mapping in few collectives: arrays of one dtype travel together.
 
         Every rank gives the same names, each with the same shape and dtype; the order of the mapping does not matter.
+        Arrays of ``empty`` are copied like others.
         It meets calls of ``all_reduce_many`` alone, never an ``all_reduce`` of one of the names.
 
         Args:

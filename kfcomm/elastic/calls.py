@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from kfcomm.collectives.batches import many_key, names_of
+from kfcomm.collectives.batches import names_of
 from kfcomm.collectives.handle import Handle
 from kfcomm.collectives.specs import SPECS, VerbSpec
+from kfcomm.collectives.units import many_key
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
 from kfcomm.strategies import StrategySpec

@@ -63,15 +63,12 @@ class OperationMemory:
     """
 
     collective: Collective  # set before any method is called
-    given: Array  # flat
+    given: Array  # flat; it and ``out`` may be `ChainedArrays`
     out: Array  # flat
     work: Work
     # Most stay what they are here: then they cost an operation neither time nor memory.
     is_small = False
     _partial: Array | None = None
-    _in_view: memoryview | None = None
-    _partial_view: memoryview | None = None
-    _out_view: memoryview | None = None
     _last: tuple[Lane, int, int, memoryview] | None = None
 
     def to_send(self, lane: Lane, index: int, source: int) -> memoryview | bytes:
@@ -93,23 +90,7 @@ class OperationMemory:
         last = self._last
         if last is not None and last[1] == index and last[0] is lane and last[2] == source:
             return last[3]
-        item = self.work.item
-        if source == INPUT:
-            view = self._in_view
-            if view is None:
-                view = self._in_view = self.given.view(np.uint8).data
-        elif source == RESULT or self.work.is_partial_shared:
-            view = self._out_view
-            if view is None:
-                view = self._out_view = self.out.view(np.uint8).data
-        else:
-            item = self._folding().accumulate_dtype.itemsize
-            view = self._partial_view
-            if view is None:
-                view = self._partial_view = self._array(PARTIAL).view(np.uint8).data
-        start, stop = self._bounds(lane, index)
-        offset = self._offset(lane, source)
-        view = view[(offset + start) * item : (offset + stop) * item]
+        view = self._part(lane, source, *self._bounds(lane, index)).view(np.uint8).data
         self._last = (lane, index, source, view)
         return view
 
@@ -201,7 +182,7 @@ class OperationMemory:
             array = self.out if source == RESULT or self.work.is_partial_shared else self._partial
         if array is None:
             array = self._array(source)
-        if stop - start == array.size:  # all of it: a slice costs 0.15 µs
+        if stop - start == array.size and isinstance(array, np.ndarray):  # all of it: a slice costs 0.15 µs
             return array
         offset = self._offset(lane, source)
         return array[offset + start : offset + stop]

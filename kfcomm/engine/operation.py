@@ -354,5 +354,5 @@ class Operation(OperationMemory, CollectiveDriver):
 
     def redirect(self, result: Array) -> None:
         """Move the result to other memory, with a copy of what has come so far."""
-        self.out, self._out_view, self._last = result, None, None
+        self.out, self._last = result, None
         self.engine.links.redirect(self)

@@ -68,7 +68,7 @@ class BlockingVerbs(Adapter[Async]):
         stream: Any = None,
         strategy: StrategySpec | None = None,
     ) -> dict[str, Any]:
-        """``all_reduce`` of every value of a mapping in few collectives: small arrays travel together."""
+        """``all_reduce`` of every value of a mapping in few collectives: arrays of one dtype travel together."""
 
     def all_reduce_many_async(
         self,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfcomm.collectives import batches
+from kfcomm.collectives import units
 from kfcomm.errors import CollectiveAborted, CollectiveMismatch, ConfigError
 from tests.conformance.worlds import assert_kinds, ends, everywhere, same_bits, works, world
 
@@ -95,7 +95,7 @@ async def test_any_list(forms: list[Any], verb: str, all_large: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if all_large:
-            patch.setattr(batches, "PACK_NBYTES", -1)
+            patch.setattr(units, "PACK_NBYTES", -1)
         async with world(SIZE) as comms:
             results = await everywhere(comms, lambda comm: getattr(comm, verb)(xs(comm.rank), **options))
             for at in range(len(forms)):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kfcomm.arrays import adapt
-from kfcomm.collectives import batches
-from kfcomm.collectives.batches import PACK_NBYTES, Item, units_of
+from kfcomm.collectives import units as dividing
+from kfcomm.collectives.units import PACK_NBYTES, Item, Unit, units_of
 from kfcomm.errors import CollectiveMismatch
 from tests.conformance.worlds import assert_kinds, ends, everywhere, same_bits, world
 
@@ -19,17 +19,26 @@ DTYPES = ("float32", "float64", "int8", "float16")
 SHAPES = st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)), min_size=1, max_size=12)
 
 
-def test_small_arrays_of_one_dtype_are_one_unit_and_large_ones_travel_uncopied() -> None:
+def test_small_arrays_of_one_dtype_are_packed_and_large_ones_travel_uncopied() -> None:
     arrays = {
         "a": np.zeros(3, np.float32),
         "b": np.zeros(PACK_NBYTES + 1, np.int8),
         "c": np.zeros((2, 2)),
         "d": np.zeros(PACK_NBYTES // 4, np.float32),
         "e": np.zeros((), np.float32),
+        "f": np.zeros(PACK_NBYTES, np.float32),
     }
-    units = units_of([Item(name, adapt(x)) for name, x in arrays.items()])
-    assert [tuple(one.name for one in unit.items) for unit in units] == [("a", "d", "e"), ("c",), ("b",)]
-    assert np.shares_memory(units[-1].source(), arrays["b"])
+    items = [Item(name, adapt(x)) for name, x in arrays.items()]
+
+    def names(units: list[Unit]) -> list[tuple[str, ...]]:
+        return [tuple(one.name for one in unit.items) for unit in units]
+
+    units = units_of(items, lambda *_: False)
+    assert names(units) == [("a", "d", "e"), ("c",), ("b",), ("f",)]
+    assert all(np.shares_memory(unit.source(), arrays[name]) for unit, name in zip(units[1:], "cbf", strict=True))
+    units = units_of(items, lambda *_: True)
+    assert names(units) == [("a", "d", "e", "f"), ("c",), ("b",)]
+    assert np.shares_memory(units[0].source()[PACK_NBYTES // 4 + 4 : PACK_NBYTES], arrays["f"])
 
 
 @pytest.mark.asyncio
@@ -47,8 +56,8 @@ async def test_the_results_are_those_of_single_calls_whatever_the_order(shapes, 
     ]
     orders = [random.sample(names, len(names)) for _ in range(3)]
 
-    before = batches.PACK_NBYTES
-    batches.PACK_NBYTES = -1 if all_large else before
+    before = dividing.PACK_NBYTES
+    dividing.PACK_NBYTES = -1 if all_large else before
     try:
         async with world(3) as comms:
             given_ = [{name: inputs[rank][name] for name in orders[rank]} for rank in range(3)]
@@ -59,7 +68,7 @@ async def test_the_results_are_those_of_single_calls_whatever_the_order(shapes, 
                     want = sum(one[name] for one in inputs).astype(inputs[0][name].dtype)
                     assert same_bits(result[name], want)
     finally:
-        batches.PACK_NBYTES = before
+        dividing.PACK_NBYTES = before
 
 
 @pytest.mark.asyncio

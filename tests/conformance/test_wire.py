@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kfcomm.collectives import plans
-from kfcomm.collectives.batches import many_key
+from kfcomm.collectives.units import many_key
 from kfcomm.core.graph import Graph
 from kfcomm.core.signature import WHOLE_BELOW, pair_of, split
 from kfcomm.engine.wired import WiredOperation

@@ -254,7 +254,7 @@ class CompiledBatch(CompiledLaunch):
 
     @override
     def _prepare(self, x: Any, backend: Any) -> None:
-        from kfcomm.collectives.batches import digest_of
+        from kfcomm.collectives.units import digest_of
 
         order, devices = self._plan.order, self.devices
         names = sorted(x)

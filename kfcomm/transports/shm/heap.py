@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from kfcomm.arrays.chained import ChainedArrays
 from kfcomm.errors import KfcommError, RemoteProtocolError
 from kfcomm.transports.shm.segment import attach, make, size_of
 
@@ -308,9 +309,9 @@ class Heaps:
             if loan.is_over(loan.number):
                 self._loans.pop(place, None)
 
-    def place_of(self, x: Array) -> int:
+    def place_of(self, x: Array | ChainedArrays) -> int:
         """Return the offset of an array in this process's heap, as ``Heap.place_of``."""
-        return NOWHERE if self._own is None else self._own.place_of(x)
+        return NOWHERE if self._own is None or isinstance(x, ChainedArrays) else self._own.place_of(x)
 
     def map(self, ranks: Sequence[int]) -> bool:
         """Map the heaps of these ranks for reading; returns whether all can be."""

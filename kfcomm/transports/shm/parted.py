@@ -49,8 +49,9 @@ class PartedSlot(Slot):
 
     __slots__ = (
         "_at_once", "_copied", "_counts", "_dtype", "_first", "_folded", "_given", "_into", "_is_in_place",
-        "_is_mapped", "_is_over_given", "_is_result_in_place", "_known", "_made", "_order",
-        "_out_at", "_parts", "_piece", "_rows", "_shares", "_shown", "_size", "_their", "_whole",
+        "_is_mapped", "_is_over_given", "_is_result_in_place", "_known", "_made", "_num_full",
+        "_order", "_others", "_out_at", "_parts", "_piece", "_rows", "_shares", "_shown", "_shows", "_size", "_starts",
+        "_their", "_whole",
     )  # fmt: skip
 
     is_whole = False
@@ -83,6 +84,19 @@ class PartedSlot(Slot):
         self._shares = tuple(list(memory.arrays(one, dtype, self._piece, places)) for one in ats)
         mine = slice(rank * self._piece, (rank + 1) * self._piece)
         self._rows = tuple([row[mine] for row in view] for view in self.views)
+        # Most windows have a whole piece of each part: they need no bounds, which take four times as long.
+        self._others = tuple([row[at] for at in self._order if at != rank] for row in self._rows)
+        self._starts = [start for start, _ in cut.parts]
+        self._num_full = min(length for _, length in cut.parts) // self._piece
+        nbytes = self._piece * dtype.itemsize
+        self._shows = tuple(
+            [
+                (self._starts[at], memory.own_array(buffer + at * nbytes, dtype, self._piece))
+                for at in self._order
+                if at != rank
+            ]
+            for buffer in (spec.at, spec.at + lines(self._size * nbytes))
+        )
 
     @override
     def post(self, x: Array, word: int) -> bool:
@@ -187,20 +201,27 @@ class PartedSlot(Slot):
 
     def _make(self, window: int, out: Array, count: int) -> None:
         """Fold this rank's part of so many windows."""
-        word = self._first + window
+        word, own = self._first + window, self._given
+        if window < self._num_full and own is not None and not (self._whole or self._is_result_in_place):
+            begin = self._starts[self._rank] + window * self._piece
+            self.combine([*self._others[word & 1], own[begin : begin + self._piece]], self._made[word & 1])
+            return
         begin, end = self._bounds(window, self._rank, count)
         given = [row[: end - begin] for row in self._rows[word & 1]]
-        if self._given is not None:
-            given[self._rank] = self._given[begin:end]
+        if own is not None:
+            given[self._rank] = own[begin:end]
         for rank, whole in enumerate(self._whole):
             if whole is not None:
                 given[rank] = whole[begin:end]
-        there = (out if self._into is None else self._into)[begin - self._out_at : end - self._out_at]
-        # The fold cannot write over a contribution: it would be destroyed before its turn.
-        is_made_there = self._is_result_in_place and not self._is_over_given
-        made = there if is_made_there else self._made[word & 1][: end - begin]
+        made = self._made[word & 1][: end - begin]
+        there = made
+        if self._is_result_in_place:
+            there = (out if self._into is None else self._into)[begin - self._out_at : end - self._out_at]
+            # The fold cannot write over a contribution: it would be destroyed before its turn.
+            if not self._is_over_given:
+                made = there
         self.combine([given[rank] for rank in self._order], made)
-        if self._is_result_in_place and self._is_over_given:
+        if made is not there:
             there[:] = made
 
     def _copy_next(self, out: Array) -> bool:
@@ -213,13 +234,20 @@ class PartedSlot(Slot):
             return False
         if not window:
             self._shown = self._arrays(SHOWN, out)
-        for rank, share in enumerate(self._shares[word & 1]):
-            begin, end = self._bounds(window, rank)
-            whole = self._shown[rank] if self._shown else None
-            if whole is None:
-                out[begin:end] = share[: end - begin]
-            elif whole is not out:
-                out[begin:end] = whole[begin:end]
+        piece, shares = self._piece, self._shares[word & 1]
+        if window < self._num_full and not self._shown:
+            offset = window * piece
+            for start, share in zip(self._starts, shares, strict=True):
+                begin = start + offset
+                out[begin : begin + piece] = share
+        else:
+            for rank, share in enumerate(shares):
+                begin, end = self._bounds(window, rank)
+                whole = self._shown[rank] if self._shown else None
+                if whole is None:
+                    out[begin:end] = share[: end - begin]
+                elif whole is not out:
+                    out[begin:end] = whole[begin:end]
         if not self._is_still_there(word):
             return False
         self._copied = window + 1
@@ -296,7 +324,12 @@ class PartedSlot(Slot):
     def _show(self, window: int) -> None:
         """Copy the pieces of the other ranks to the buffer; the own one is folded in place."""
         word, given = self._first + window, self._given
-        if given is not None:
+        if given is not None and window < self._num_full:
+            offset, piece = window * self._piece, self._piece
+            for start, place in self._shows[word & 1]:
+                begin = start + offset
+                place[:] = given[begin : begin + piece]
+        elif given is not None:
             buffer = self._buffers[word & 1]
             for rank in self._order:
                 if rank != self._rank:
