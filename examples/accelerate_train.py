@@ -4,8 +4,8 @@
 
     torchrun --nproc-per-node 2 examples/accelerate_train.py
 
-Accelerate makes Gloo's process group on processors, whatever it is told, unless there is one: the line before
-``Accelerator`` makes it. All else is a program for Accelerate.
+Accelerate makes a process group of Gloo or MPI on processors, unless there is one: the line before ``Accelerator``
+makes it. All else is a program for Accelerate.
 """
 
 try:

@@ -7,6 +7,10 @@ writes the memory of what is compiled, elsewhere an ``io_callback``, which copie
 Callbacks are *ordered*: one at a time, in the order of the program, which is the same on every rank that traces the
 same function. Arrays that are to travel together go into one tree.
 
+A rank may have several devices. What is compiled for them all makes a collective once, of whole arrays. Inside
+``shard_map`` and ``pmap`` each device makes one of its own, with those of the same place on other ranks: its name has
+``@`` and the place after it.
+
 Ranks that are threads of one process cannot use these functions inside ``jit``: computations with ordered callbacks run
 one after the other on a device, whichever thread has begun them.
 
@@ -38,8 +42,8 @@ except ImportError:  # an older JAX
     buffer_callback = None
 
 Tree = TypeVar("Tree")
-Call: TypeAlias = Callable[[list[Any], list[Any] | None], list[Any]]
-"""Makes results of arrays, in the arrays that are given for them or in others."""
+Call: TypeAlias = Callable[[str, list[Any], list[Any] | None], list[Any]]
+"""Makes results of arrays under a name, in the arrays that are given for them or in others."""
 
 AGAIN = "/gradient"
 """Suffix of a collective's name for that of its gradient."""
@@ -101,20 +105,25 @@ def _apply(verb: Callable[..., list[Any]], tree: Any, comm: Any, name: str, opti
     if not isinstance(comm, Adapter):
         raise ConfigError(f"collectives of JAX need a communicator of kfcomm.sync, not a {type(comm).__name__}")
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, verb(comm, checked_name(name), option, [jnp.asarray(leaf) for leaf in leaves]))
+    given = _of_shard([jnp.asarray(leaf) for leaf in leaves])
+    return jax.tree.unflatten(structure, verb(comm, checked_name(name), option, given))
 
 
 def called(comm: Any, call: Callable[[list[Any]], list[Any]], leaves: list[Any]) -> list[Any]:
     """Make a call on arrays, which it may keep; for traced ones a callback, whose results are like them."""
-    return _called(comm, lambda given, _: call(given), leaves, leaves, keeps=True)
+    return _called(comm, "", lambda _name, given, _out: call(given), leaves, leaves)
 
 
-def _called(comm: Any, call: Call, leaves: list[Any], like: list[Any], *, keeps: bool = False) -> list[Any]:
-    """Make a call on arrays, or for traced ones a callback. ``keeps``: it needs the arrays after it has returned."""
+def _called(comm: Any, name: str, call: Call, leaves: list[Any], like: list[Any]) -> list[Any]:
+    """Make a call on arrays, or for traced ones a callback. Without a name it needs the arrays after it has returned.
+
+    Raises:
+        ConfigError: a call without a name, inside ``shard_map`` or ``pmap``.
+    """
     if not leaves:
         return []
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        return call(leaves, None)
+        return call(name, leaves, None)
     results = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in like]
     _allow_checkpoint()
     # JAX runs computations behind the program: their callbacks need the communicator until they have run.
@@ -122,13 +131,45 @@ def _called(comm: Any, call: Call, leaves: list[Any], like: list[Any], *, keeps:
     # Ordered, since a callback blocks a thread of XLA's pool, which has one per processor: on two processors JAX 0.10
     # runs two of many independent callbacks at a time, in an order that changes from run to run. Ranks could then hold
     # all their threads in collectives that the others cannot begin. A job that is elastic keeps results for others.
-    if keeps or is_elastic(comm) or buffer_callback is None or jax.default_backend() != "cpu":
-        found: list[Any] = io_callback(lambda given: call(_arrays(given), None), results, leaves, ordered=True)
+    found: list[Any]
+    shard = _shard()
+    if shard is not None:
+        if not name:
+            raise ConfigError(
+                "inside shard_map and pmap only the collectives of kfcomm.jax can be called, and algorithms made of "
+                "them: call this one outside, with the arrays of all devices"
+            )
+
+        def of_one(number: Any, given: list[Any]) -> list[Any]:
+            return call(f"{name}@{number}", _arrays(given), None)
+
+        found = io_callback(of_one, results, shard, leaves, ordered=True)
+        return _of_shard(found)
+    # XLA cannot divide a ``buffer_callback`` among devices.
+    is_on_one_cpu = jax.default_backend() == "cpu" and jax.local_device_count() == 1
+    if not name or is_elastic(comm) or buffer_callback is None or not is_on_one_cpu:
+        found = io_callback(lambda given: call(name, _arrays(given), None), results, leaves, ordered=True)
         return found
-    return _called_in_place(call, results, leaves)
+    return _called_in_place(partial(call, name), results, leaves)
 
 
-def _called_in_place(call: Call, results: list[Any], leaves: list[Any]) -> list[Any]:
+def _shard() -> Any:
+    """Number of the device that runs a part of a ``shard_map`` or ``pmap``, as a traced array; None outside of them."""
+    mesh = getattr(jax.sharding, "get_abstract_mesh", lambda: None)()  # not in JAX 0.4
+    axes = getattr(mesh, "manual_axes", ())
+    return jax.lax.axis_index(tuple(axes)) if axes else None
+
+
+def _of_shard(leaves: list[Any]) -> list[Any]:
+    """Mark arrays as different on each device inside ``shard_map``, where gradients must be so too."""
+    shard = _shard()
+    # Functions that do no more than that have other names in each version of JAX; XLA removes this.
+    return leaves if shard is None else [jnp.where(shard >= 0, leaf, leaf) for leaf in leaves]
+
+
+def _called_in_place(
+    call: Callable[[list[Any], list[Any]], list[Any]], results: list[Any], leaves: list[Any]
+) -> list[Any]:
     """Callback that reads and writes XLA's own memory: half of the time of an ``io_callback`` with 2.2 MB."""
 
     def callback(_: Any, out: list[Any], _begun: Any, given: list[Any]) -> None:
@@ -174,13 +215,13 @@ def _of_gradients(change: Callable[[list[Any]], list[Any]], gradients: list[Any]
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _all_reduce(comm: Any, name: str, op: str, leaves: list[Any]) -> list[Any]:
-    def call(given: list[Any], out: list[Any] | None) -> list[Any]:
+    def call(name: str, given: list[Any], out: list[Any] | None) -> list[Any]:
         names = [f"{name}/{place}" for place in range(len(given))]
         places = None if out is None else dict(zip(names, out, strict=True))
         found = comm.all_reduce_many(dict(zip(names, given, strict=True)), op=op, out=places)
         return [found[one] for one in names]
 
-    return _called(comm, call, leaves, leaves)
+    return _called(comm, name, call, leaves, leaves)
 
 
 def _all_reduce_forward(comm: Any, name: str, op: str, leaves: list[Any]) -> tuple[list[Any], None]:
@@ -198,10 +239,10 @@ _all_reduce.defvjp(_all_reduce_forward, _all_reduce_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _broadcast(comm: Any, name: str, root: int, leaves: list[Any]) -> list[Any]:
-    def call(given: list[Any], out: list[Any] | None) -> list[Any]:
+    def call(name: str, given: list[Any], out: list[Any] | None) -> list[Any]:
         return list(comm.broadcast(given, root, name=name, out=out))
 
-    return _called(comm, call, leaves, leaves)
+    return _called(comm, name, call, leaves, leaves)
 
 
 def _broadcast_forward(comm: Any, name: str, root: int, leaves: list[Any]) -> tuple[list[Any], None]:
@@ -222,11 +263,11 @@ _broadcast.defvjp(_broadcast_forward, _broadcast_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _all_gather(comm: Any, name: str, _: None, leaves: list[Any]) -> list[Any]:
-    def call(given: list[Any], out: list[Any] | None) -> list[Any]:
+    def call(name: str, given: list[Any], out: list[Any] | None) -> list[Any]:
         return list(comm.all_gather(given, name=name, out=out))
 
     stacked = [jax.ShapeDtypeStruct((comm.size, *one.shape), one.dtype) for one in leaves]
-    return _called(comm, call, leaves, stacked)
+    return _called(comm, name, call, leaves, stacked)
 
 
 def _all_gather_forward(comm: Any, name: str, _: None, leaves: list[Any]) -> tuple[list[Any], None]:

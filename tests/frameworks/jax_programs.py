@@ -18,6 +18,7 @@ from jax import numpy as jnp
 
 import kfcomm.jax
 import kfcomm.sync
+from kfcomm.errors import ConfigError
 from kfcomm.jax import optimizers
 from kfcomm.train import SMA, AdaSGD, Agreement, DiLoCo, ElasticAveraging, LocalSGD, SynchronousSGD
 
@@ -119,6 +120,50 @@ def checkpointed(comm: Any, wrap: Callable[[Any], Any]) -> None:
     w, x = jnp.eye(3) + 0.1, jnp.arange(6.0).reshape(2, 3) * (comm.rank + 1) / 10
     found = wrap(jax.grad(partial(loss, jax.checkpoint(layer))))(w, x)
     assert found.tolist() == wrap(jax.grad(partial(loss, layer)))(w, x).tolist()
+
+
+def devices(comm: Any, wrap: Callable[[Any], Any]) -> None:
+    """Ranks with several devices: a call for all of them, and calls of each, in ``shard_map`` and ``pmap``."""
+    number = jax.local_device_count()
+    assert number > 1
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("local",))
+    cut, whole = jax.sharding.PartitionSpec("local"), jax.sharding.PartitionSpec()
+    x = jnp.arange(3.0 * number) + comm.rank
+    xs = np.stack([np.arange(3.0 * number) + rank for rank in range(comm.size)])
+
+    def shards(call: Any, into: Any = cut, **options: Any) -> Any:
+        return wrap(jax.shard_map(call, mesh=mesh, in_specs=cut, out_specs=into, **options))
+
+    of_devices = shards(lambda x: jax.lax.psum(x, "local"), whole)
+    found = wrap(lambda x: kfcomm.jax.all_reduce({"x": of_devices(x)}, comm, name="once"))(x)
+    same(found, {"x": jnp.asarray(xs.sum(0).reshape(number, 3).sum(0), jnp.float32)})
+
+    def each(x: Any) -> Any:
+        tree = kfcomm.jax.all_reduce({"x": x, "twice": 2 * x}, comm, name="each")
+        return tree, kfcomm.jax.broadcast(x, comm, 1), kfcomm.jax.all_gather(x, comm, name="all")
+
+    stacked = jax.sharding.PartitionSpec(None, "local")
+    for options in ({}, {"check_vma": False}):
+        for _ in range(3):
+            tree, sent, gathered = shards(each, (cut, cut, stacked), **options)(x)
+            same(tree, {"x": jnp.asarray(xs.sum(0), jnp.float32), "twice": jnp.asarray(2 * xs.sum(0), jnp.float32)})
+            same((sent, gathered), (jnp.asarray(xs[1], jnp.float32), jnp.asarray(xs, jnp.float32)))
+    mapped = jax.pmap(lambda x: kfcomm.jax.all_reduce(x, comm, name="pmap", op="avg"), axis_name="local")
+    np.testing.assert_allclose(np.asarray(mapped(x.reshape(number, 3))).ravel(), xs.mean(0))
+
+    def loss(w: Any, options: dict[str, Any]) -> Any:
+        def part(w: Any, x: Any) -> Any:
+            return jax.lax.pmean(kfcomm.jax.all_reduce((w * x).sum() ** 2, comm, name="loss", op="avg"), "local")
+
+        return jax.shard_map(part, mesh=mesh, in_specs=(whole, cut), out_specs=whole, **options)(w, x)
+
+    wanted = np.mean([2 * 3.0 * (xs[comm.rank].reshape(number, 3).sum(1)) ** 2])
+    for options in ({}, {"check_vma": False}):
+        np.testing.assert_allclose(wrap(jax.grad(partial(loss, options=options)))(3.0), wanted, rtol=1e-5)
+    way = optimizers.pair_averaging(comm)
+    state = way.init(jnp.zeros(3))
+    with pytest.raises(ConfigError, match="inside shard_map and pmap only"):
+        shards(lambda x: way.update(x, state, x)[0])(x)
 
 
 def errors(comm: Any, wrap: Callable[[Any], Any]) -> None:
@@ -278,6 +323,7 @@ PROGRAMS = {
         many,
         loops,
         checkpointed,
+        devices,
         errors,
         agreements,
         adaalter,

@@ -31,9 +31,9 @@ def test_eager(name: str) -> None:
         testing.run_threads(comms, lambda comm: jax_programs.PROGRAMS[name](comm, lambda call: call))
 
 
-def compiled(size: int, *names: str) -> str:
+def compiled(size: int, *names: str, **variables: str) -> str:
     program = (sys.executable, "-m", "tests.frameworks.jax_programs", *names)
-    done = finished("run", "-n", str(size), *program, env=environ(JAX_PLATFORMS="cpu"))
+    done = finished("run", "-n", str(size), *program, env=environ(JAX_PLATFORMS="cpu", **variables))
     assert done.returncode == 0, done
     assert sorted(done.stdout.splitlines()) == sorted(f"[{rank}] {name}" for rank in range(size) for name in names)
     return done.stderr
@@ -41,6 +41,11 @@ def compiled(size: int, *names: str) -> str:
 
 def test_compiled() -> None:
     assert compiled(SIZE, "trees", "gradients", "other_gradients", "many", "loops", "checkpointed") == ""
+
+
+@pytest.mark.parametrize("number", [2, 5])
+def test_ranks_with_several_devices(number: int) -> None:
+    assert compiled(2, "devices", XLA_FLAGS=f"--xla_force_host_platform_device_count={number}") == ""
 
 
 def test_a_communicator_is_closed_after_the_computations_that_were_begun() -> None:
