@@ -31,6 +31,28 @@ def test_accelerate(tmp_path: Path) -> None:
     assert accuracy(done.stdout) > 0.9
 
 
+def test_trainer_of_transformers(tmp_path: Path) -> None:
+    """An unedited program, whose library knows Gloo alone: the same loss over either."""
+    program = str(ROOT / "tests" / "torch" / "programs" / "trainer.py")
+    losses = []
+    for word, backend in (("", "gloo"), ("gloo", "kfcomm")):
+        launch = (
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            program,
+            str(tmp_path / backend),
+        )
+        done = finished(*launch, folder=tmp_path, KFCOMM_TORCH_DEFAULT=word)
+        assert done.returncode == 0, done.stderr
+        found = re.search(rf"backend {backend}, of 2 ranks, loss (\d\.\d+)", done.stdout)
+        assert found is not None, done.stdout
+        losses.append(found[1])
+    assert losses[0] == losses[1]
+
+
 def test_lightning(tmp_path: Path) -> None:
     """It starts the second process itself, at a port that it chooses."""
     done = finished(str(EXAMPLES / "lightning_train.py"), folder=tmp_path)
