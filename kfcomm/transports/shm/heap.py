@@ -19,13 +19,15 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kfcomm.arrays.chained import ChainedArrays
 from kfcomm.errors import KfcommError, RemoteProtocolError
 from kfcomm.transports.shm.segment import attach, make, size_of
+
+if TYPE_CHECKING:
+    from kfcomm.arrays.chained import ChainedArrays
 
 logger = logging.getLogger("kfcomm")
 
@@ -311,7 +313,7 @@ class Heaps:
 
     def place_of(self, x: Array | ChainedArrays) -> int:
         """Return the offset of an array in this process's heap, as ``Heap.place_of``."""
-        return NOWHERE if self._own is None or isinstance(x, ChainedArrays) else self._own.place_of(x)
+        return self._own.place_of(x) if self._own is not None and isinstance(x, np.ndarray) else NOWHERE
 
     def map(self, ranks: Sequence[int]) -> bool:
         """Map the heaps of these ranks for reading; returns whether all can be."""
