@@ -148,8 +148,8 @@ OTHERS_CLASSES = {
     "KillOnBadExit", "ReadWriteMany",
     "Accelerator", "AdaGrad", "CancelledError", "CommunicationHook", "DDP", "DTensor", "DistBackendError",
     "DistributedDataParallel", "DistributedOptimizer", "GiB", "GradScaler", "InitProcessGroupKwargs",
-    "IntEnum", "JaxRuntimeError", "KeyboardInterrupt", "KiB", "LBFGS", "LocalCluster", "MiB", "ProcessGroup",
-    "StrEnum", "TaskGroup", "TorchConfig", "TorchTrainer",
+    "IntEnum", "JaxRuntimeError", "KeyboardInterrupt", "KiB", "LBFGS", "LocalCluster", "MiB", "PartialState",
+    "ProcessGroup", "StrEnum", "TaskGroup", "TorchConfig", "TorchTrainer",
 }  # fmt: skip
 """Of other libraries."""
 
