@@ -19,7 +19,7 @@ import numpy as np
 
 from kfcomm.arrays import HostArray, adapt, adapt_out
 from kfcomm.arrays.reduce import wire_dtype_of
-from kfcomm.collectives.calling import Checks, MakePlan, Posting, checked_op
+from kfcomm.collectives.calling import Checks, MakePlan, Posting, cached_plan, checked_op
 from kfcomm.collectives.compiled_mapping import CompiledMapping
 from kfcomm.collectives.group import UNNAMED, Group, may_overlap
 from kfcomm.collectives.handle import Handle, join
@@ -176,10 +176,8 @@ def _again(
     group: Group, key: CompiledKey, arrays: Any, alike: Arguments, options: CallOptions
 ) -> Handle[dict[str, Any]] | None:
     """Repeat the latest call under this key; None, with nothing begun, if this one is unlike that."""
-    compiled = group.compiled.get(key)
     try:
-        if compiled is not None and options.has_limits:
-            compiled = compiled.limited(options.checked())
+        compiled = cached_plan(group, key, options)
     except KfcommError:  # all checks find the same again, and tell the other ranks
         return None
     if compiled is None:

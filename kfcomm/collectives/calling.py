@@ -15,7 +15,7 @@ import numpy as np
 from kfcomm.arrays import HostArray, OutList, adapt, adapt_out, holds_arrays, is_list, overlaps, same_memory
 from kfcomm.arrays.kinds import NUMPY, READ_ONLY
 from kfcomm.arrays.reduce import kernel, wire_dtype_of
-from kfcomm.collectives.compiled import NO_ARRAY, Compiled, CompiledBarrier, CompiledCall, CompiledName
+from kfcomm.collectives.compiled import NO_ARRAY, Compiled, CompiledBarrier, CompiledCall, CompiledKey, CompiledName
 from kfcomm.collectives.group import UNNAMED, Group, may_overlap
 from kfcomm.collectives.handle import Handle, named
 from kfcomm.collectives.on_device.calls import DeviceOrder
@@ -236,9 +236,7 @@ class VerbCalls:
         if not options.is_repeatable:
             return None
         try:
-            compiled = group.compiled.get(group.compiled_key(checked_name(name), options.strategy))
-            if compiled is not None and options.has_limits:
-                compiled = compiled.limited(options.checked())
+            compiled = cached_plan(group, group.compiled_key(checked_name(name), options.strategy), options)
         except KfcommError:  # all checks find the same again, and tell the other ranks
             return None
         if compiled is None:
@@ -351,6 +349,16 @@ def as_config_error(error: Exception) -> Exception:
     if isinstance(error, (ValueError, TypeError)) and not isinstance(error, KfcommError):
         return ConfigError(str(error))
     return error
+
+
+def cached_plan(group: Group, key: CompiledKey, options: CallOptions) -> Compiled | None:
+    """Return the cached plan under a key, with the timeout and the priority of a call; None if there is none.
+
+    Raises:
+        ConfigError: the timeout or the priority is not valid.
+    """
+    compiled = group.compiled.get(key)
+    return compiled.limited(options.checked()) if compiled is not None and options.has_limits else compiled
 
 
 def checked_op(op: Any, dtype: np.dtype[Any]) -> Op:
