@@ -9,7 +9,7 @@ same function. Arrays that are to travel together go into one tree.
 
 A rank may have several devices. What is compiled for them all makes a collective once, of whole arrays. Inside
 ``shard_map`` and ``pmap`` each device makes one of its own, with those of the same place on other ranks: its name has
-``@`` and the place after it.
+``@`` and the place after it. Their mesh may have the devices of all ranks, as processes of ``jax.distributed``.
 
 Ranks that are threads of one process cannot use these functions inside ``jit``: computations with ordered callbacks run
 one after the other on a device, whichever thread has begun them.
@@ -32,6 +32,7 @@ from jax.experimental import io_callback
 
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError
+from kfcomm.jax.placement import on_own_devices, place_in_process
 from kfcomm.sync.adapter import Adapter
 from kfcomm.sync.driver import before_close
 from kfcomm.train.procedure import is_elastic
@@ -62,7 +63,8 @@ def all_reduce(tree: Tree, comm: Any, *, name: str = "tree", op: str = "sum") ->
         op: see ``Communicator.all_reduce``.
 
     Raises:
-        ConfigError: ``comm`` does not block; or a gradient is asked for of another op than sum and avg.
+        ConfigError: ``comm`` does not block; a gradient is asked for of another op than sum and avg; or, when it is
+            compiled, devices are of several processes: outside of ``shard_map``, or not as many of each.
         CollectiveError: it failed. Inside ``jit`` JAX raises an error of its own, with the text of this one.
 
     Cost: an ``all_reduce_many``; inside ``jit`` on a CPU without a copy of arrays or results.
@@ -143,8 +145,9 @@ def _called(comm: Any, name: str, call: Call, leaves: list[Any], like: list[Any]
         def of_one(number: Any, given: list[Any]) -> list[Any]:
             return call(f"{name}@{number}", _arrays(given), None)
 
-        found = io_callback(of_one, results, shard, leaves, ordered=True)
+        found = io_callback(of_one, results, place_in_process(shard, _axes()), leaves, ordered=True)
         return _of_shard(found)
+    leaves = on_own_devices(leaves)
     # XLA cannot divide a ``buffer_callback`` among devices.
     is_on_one_cpu = jax.default_backend() == "cpu" and jax.local_device_count() == 1
     if not name or is_elastic(comm) or buffer_callback is None or not is_on_one_cpu:
@@ -155,9 +158,14 @@ def _called(comm: Any, name: str, call: Call, leaves: list[Any], like: list[Any]
 
 def _shard() -> Any:
     """Number of the device that runs a part of a ``shard_map`` or ``pmap``, as a traced array; None outside of them."""
+    axes = _axes()
+    return jax.lax.axis_index(axes) if axes else None
+
+
+def _axes() -> tuple[str, ...]:
+    """Axes of the mesh of a ``shard_map`` or ``pmap``."""
     mesh = getattr(jax.sharding, "get_abstract_mesh", lambda: None)()  # not in JAX 0.4
-    axes = getattr(mesh, "manual_axes", ())
-    return jax.lax.axis_index(tuple(axes)) if axes else None
+    return tuple(getattr(mesh, "manual_axes", ()))
 
 
 def _of_shard(leaves: list[Any]) -> list[Any]:

@@ -6,6 +6,7 @@ ranks that are threads of one process cannot have compiled collectives.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -166,6 +167,41 @@ def devices(comm: Any, wrap: Callable[[Any], Any]) -> None:
         shards(lambda x: way.update(x, state, x)[0])(x)
 
 
+def processes(comm: Any, wrap: Callable[[Any], Any]) -> None:
+    """Meshes of devices of all ranks, which are processes of ``jax.distributed``."""
+    jax.distributed.initialize(os.environ["COORDINATOR"], comm.size, comm.rank)
+    number = jax.local_device_count()
+    by_rank = np.array(jax.devices()).reshape(comm.size, number)
+    values = np.arange(3.0 * by_rank.size, dtype=np.float32)
+    cut = jax.sharding.PartitionSpec(("one", "other"))
+
+    def laid_out(mesh: Any) -> Any:
+        sharding = jax.sharding.NamedSharding(mesh, cut)
+        return jax.make_array_from_callback((3 * mesh.size,), sharding, lambda where: values[where])
+
+    def both(x: Any) -> Any:
+        slope = jax.grad(lambda x: (kfcomm.jax.all_reduce(x, comm, name="loss") ** 2).sum())
+        return kfcomm.jax.all_reduce({"x": x}, comm)["x"], slope(x)
+
+    for is_turned in (False, True):
+        mesh = jax.sharding.Mesh(by_rank.T if is_turned else by_rank, ("one", "other"))
+        given = values.reshape(*mesh.devices.shape, 3)
+        wanted = np.broadcast_to(given.sum(int(is_turned), keepdims=True), given.shape).ravel()
+        found, slopes = wrap(jax.shard_map(both, mesh=mesh, in_specs=cut, out_specs=cut))(laid_out(mesh))
+        for shard, slope in zip(found.addressable_shards, slopes.addressable_shards, strict=True):
+            np.testing.assert_array_equal(np.asarray(shard.data), wanted[shard.index])
+            np.testing.assert_array_equal(np.asarray(slope.data), 2 * comm.size * wanted[slope.index])
+    with pytest.raises(ConfigError, match=f"computation of {mesh.size} devices, which may be of several processes"):
+        wrap(lambda x: kfcomm.jax.all_reduce(x, comm))(laid_out(mesh))
+    if number > 1:
+        mesh = jax.sharding.Mesh(by_rank.reshape(1, -1)[:, :-1], ("one", "other"))
+        with pytest.raises(ConfigError, match=f"not {number} of process 0, {number - 1} of process 1"):
+            wrap(jax.shard_map(both, mesh=mesh, in_specs=cut, out_specs=cut))(laid_out(mesh))
+    local = wrap(lambda x: kfcomm.jax.all_reduce(x, comm))(jnp.arange(3.0) + comm.rank)
+    assert local.tolist() == [1, 3, 5]
+    jax.distributed.shutdown()
+
+
 def errors(comm: Any, wrap: Callable[[Any], Any]) -> None:
     """A failure in compiled code raises an error of JAX, with the text of ours."""
     said = r"CollectiveMismatch: 'tree/0' \(many\) differs between ranks"
@@ -324,6 +360,7 @@ PROGRAMS = {
         loops,
         checkpointed,
         devices,
+        processes,
         errors,
         agreements,
         adaalter,

@@ -16,6 +16,7 @@ from kfcomm import testing
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.rendezvous.host import interfaces, is_loopback
 from tests.launch.launched import environ, finished
+from tests.support import free_port
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -46,6 +47,12 @@ def test_compiled() -> None:
 @pytest.mark.parametrize("number", [2, 5])
 def test_ranks_with_several_devices(number: int) -> None:
     assert compiled(2, "devices", XLA_FLAGS=f"--xla_force_host_platform_device_count={number}") == ""
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_meshes_of_the_devices_of_all_ranks(number: int) -> None:
+    flags = f"--xla_force_host_platform_device_count={number}"
+    assert compiled(2, "processes", XLA_FLAGS=flags, COORDINATOR=f"127.0.0.1:{free_port()}") == ""
 
 
 def test_a_communicator_is_closed_after_the_computations_that_were_begun() -> None:
