@@ -11,12 +11,14 @@ This module must not know what is done with the bytes. The libraries, and how th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
 from kfcomm.arrays.dtypes import Array, check_out_shape, checked, dtype_called, dtype_name, dtype_of
 from kfcomm.arrays.kinds import NUMPY, ArrayKind, OnStream, host_kind_of, is_array_type
@@ -50,6 +52,10 @@ def form_of(shape: int | Sequence[int], dtype: Any) -> tuple[tuple[int, ...], np
     return form, checked(asked)
 
 
+Span: TypeAlias = tuple[int, int]
+"""Address of the first byte of an array, and the one after its last."""
+
+
 @dataclass(slots=True, eq=False)
 class HostArray:
     """The caller's array as the runtime sees it. Never changed, but not frozen: that would cost 0.5 µs a call."""
@@ -73,6 +79,14 @@ class HostArray:
     def size(self) -> int:
         """Number of elements."""
         return self.flat.size
+
+    def span(self) -> Span:
+        """Addresses that it takes up."""
+        return span_of(self.flat)
+
+    def copied(self) -> HostArray:
+        """Return the same with memory of its own."""
+        return HostArray(self.flat.copy(), self.shape, self.kind, False)
 
     def restore(self, flat: Array, shape: tuple[int, ...] | None = None) -> Any:
         """A result of the caller's kind around ``flat``, which belongs to the result from then on.
@@ -100,6 +114,10 @@ class OutArray:
     original: Any  # the caller's ``out``
     kind: ArrayKind  # of the caller's ``out``
     target: Array | None = None  # the caller's memory if ``flat`` is scratch, else None
+
+    def span(self) -> Span:
+        """Addresses that the caller's memory takes up."""
+        return span_of(self.flat if self.target is None else self.target)
 
     def finish(self) -> Any:
         """Copy the result to the caller's object if needed, and return that object."""
@@ -226,6 +244,36 @@ def overlaps(a: Array, b: Array) -> bool:
     if not np.may_share_memory(a, b) or same_memory(a, b):
         return False
     return (a.flags.c_contiguous and b.flags.c_contiguous) or np.shares_memory(a, b)
+
+
+def span_of(array: Array) -> Span:
+    """The span of an array of any strides; of an empty one it is empty. 2 µs."""
+    begin, end = byte_bounds(array)
+    return begin, end if array.size else begin
+
+
+def overwritten(inputs: Iterable[tuple[int, Span]], results: Iterable[tuple[int, Span]]) -> list[int]:
+    """Return the numbers of those inputs of which results with other numbers take some of the memory.
+
+    ``results``: each with a number of its own. Cost: O(n log n).
+    """
+    spans = sorted((begin, end, number) for number, (begin, end) in results if begin < end)
+    begins = [begin for begin, _, _ in spans]
+    # Of the results up to each, in the order of their addresses: the two that reach furthest, as end and number.
+    furthest: list[tuple[Span, Span]] = []
+    first = second = (0, -1)
+    for _, end, number in spans:
+        if end > first[0]:
+            first, second = (end, number), first
+        elif end > second[0]:
+            second = (end, number)
+        furthest.append((first, second))
+    found = []
+    for number, (begin, end) in inputs:
+        before = bisect_left(begins, end)
+        if before and any(reach > begin and other != number for reach, other in furthest[before - 1]):
+            found.append(number)
+    return found
 
 
 def address_of(array: Array) -> int:

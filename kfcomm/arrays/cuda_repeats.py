@@ -76,6 +76,11 @@ class CupyRepeat:
             return None
         return source, target, out
 
+    def spans(self, source: int, target: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Addresses that both take up."""
+        from_nbytes, to_nbytes = self._nbytes
+        return (source, source + from_nbytes), (target, target + to_nbytes)
+
     def are_at(self, arrays: Sequence[Any], places: Sequence[int], *, written: bool) -> bool:
         """An array of CuPy stays where it is."""
         return True
@@ -139,6 +144,11 @@ class TorchRepeat:
         if not out.is_inference():
             self._written(out)
         return source, target, out
+
+    def spans(self, source: int, target: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Addresses that both take up."""
+        from_nbytes, to_nbytes = self._nbytes
+        return (source, source + from_nbytes), (target, target + to_nbytes)
 
     def are_at(self, arrays: Sequence[Any], places: Sequence[int], *, written: bool) -> bool:
         """Whether no tensor was given other memory."""

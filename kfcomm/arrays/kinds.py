@@ -135,6 +135,10 @@ class Repeat(Protocol):
         """
         ...
 
+    def spans(self, source: Any, target: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Addresses at which the input and the result at these places begin and end."""
+        ...
+
     def are_at(self, arrays: Sequence[Any], places: Sequence[Any], *, written: bool) -> bool:
         """Whether arrays that were read before are where they were; ``written``: results are made there now."""
         ...

@@ -43,6 +43,10 @@ class DeviceArray:
     # the caller's, in the form that the device takes: on it ``flat`` can be used, and the caller continues
     stream: Stream
 
+    def span(self) -> tuple[int, int]:
+        """Addresses that it takes up on its device."""
+        return self.kind.span(self.flat)
+
     def restore(self, flat: Flat, shape: tuple[int, ...] | None = None) -> Any:
         """A result of the caller's kind around ``flat``, which belongs to the result from then on. Never copies.
 
@@ -62,6 +66,10 @@ class DeviceOut:
     target: Any | None  # the caller's memory if ``flat`` is scratch, else None
     kind: DeviceKind  # of the caller's ``out``
     stream: Stream  # the caller's
+
+    def span(self) -> tuple[int, int]:
+        """Addresses on its device that the result takes up."""
+        return self.kind.span(self.flat)
 
     def finish(self) -> Any:
         """Copy the result to the caller's object if needed, on the stream, and return that object."""
@@ -146,8 +154,8 @@ def adapt_device_out(
 
 def overlaps(array: DeviceArray, out: DeviceOut) -> bool:
     """Whether the two share some memory without being the same memory: the result may not then be written there."""
-    begin, end = array.kind.span(array.flat)
-    out_begin, out_end = out.kind.span(out.flat)
+    begin, end = array.span()
+    out_begin, out_end = out.span()
     return begin < out_end and out_begin < end and (begin, end) != (out_begin, out_end)
 
 

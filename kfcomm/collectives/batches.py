@@ -27,7 +27,18 @@ from kfcomm.collectives.on_device.calls import DeviceOrder
 from kfcomm.collectives.on_device.verbs import DeviceVerbs, Given
 from kfcomm.collectives.plans import PlanKey, Planner, Plans
 from kfcomm.collectives.specs import ALL_REDUCE, SPECS, Arguments, CallOptions, VerbSpec
-from kfcomm.collectives.units import Batch, Item, Unit, digest_of, list_key, listing_of, many_key, units_of
+from kfcomm.collectives.units import (
+    Batch,
+    Item,
+    Unit,
+    apart,
+    digest_of,
+    list_key,
+    listing_of,
+    many_key,
+    numbers_overwritten,
+    units_of,
+)  # fmt: skip
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.types import Op, Verb
@@ -56,6 +67,7 @@ def post_units(
     plans = group.plans_along(options.strategy, batch.key(0))
     units = units_of(batch.items, partial(batch.chains, plans))
     try:
+        units = apart(units)
         for number, unit in enumerate(units):
             handle: Handle[Any] = Handle(loop=group.engine.loop)
             key = batch.key(number)
@@ -163,6 +175,7 @@ def reduce_mapping(verbs: VerbCalls, arrays: Any, name: str | None, options: Cal
             gets=True, size=group.view.size, cached=None if cached is None else (cached, alike),
         )  # fmt: skip
         if on_device:  # those of one dtype travel as one, uncopied
+            _check_apart(items)
             dtypes = sorted(ops, key=lambda dtype: dtype.name)
             units = [Unit(tuple(item for item in items if item.array.dtype == dtype)) for dtype in dtypes]
             alike_there = alike if options.is_plain and isinstance(op, Hashable) else None
@@ -215,6 +228,7 @@ def of_list(verbs: VerbCalls, verb: Verb, xs: Sequence[Any], name: str | None, o
             return like(xs, [found[item.name] for item in items]) if out is None else out
 
         if on_device:
+            _check_apart(items)
             return _begin_on_device(devices, batch, [Unit((item,)) for item in items], whole, gathered, options)
 
     group.in_order(lambda: post_units(group, batch, whole, gathered, options))
@@ -317,6 +331,13 @@ def outs_in_order(out: Any, xs: Sequence[Any]) -> list[Any]:
         got = len(out) if isinstance(out, (list, tuple)) else type(out).__name__
         raise ConfigError(f"expected a list of {len(xs)} arrays as out, got {got}")
     return list(out)
+
+
+def _check_apart(items: Sequence[Item]) -> None:
+    """Raise `ConfigError` for arrays on devices that have some of the memory of another one's ``out``."""
+    for number in numbers_overwritten(items, items):
+        name = items[number].name
+        raise ConfigError(f"{name} has some of the memory of out for another array: give separate memory")
 
 
 def item_of(name: str, x: Any, out: Any, spec: VerbSpec = SPECS[ALL_REDUCE], *, size: int = 0) -> Item:

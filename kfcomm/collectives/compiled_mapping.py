@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kfcomm.arrays import overwritten, span_of
 from kfcomm.arrays.chained import in_a_row, settle
 from kfcomm.arrays.dtypes import Array
 from kfcomm.arrays.kinds import NUMPY
@@ -63,6 +64,10 @@ class CompiledMapping(Compiled):
         except MemoryError:  # the other ranks have to be told
             return None
         results = [one.reshape(-1) for one in large]
+        if outs is not None and len(large) > 1:
+            spans = [*enumerate(map(span_of, results))]
+            if overwritten(enumerate(map(span_of, flats[-len(large) :])), spans):
+                return None
         whole = in_a_row(results if packed is None else [packed, *results])
         inner: Handle[Any] = Handle(loop=self.engine.loop)
         begun = self.begin(inner, in_a_row(flats), whole, None)

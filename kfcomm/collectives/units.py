@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from kfcomm.arrays import HostArray
+from kfcomm.arrays import HostArray, overwritten
 from kfcomm.arrays.chained import in_a_row, settle
 from kfcomm.arrays.dtypes import dtype_name
 from kfcomm.arrays.on_device import DeviceArray
@@ -177,6 +177,31 @@ def units_of(items: Sequence[Item], chains: Callable[[np.dtype[Any], int], bool]
         if small or large:
             units.append(Unit((*small, *large), len(small) if len(small) > 1 else 0))
     return [*units, *(Unit((item,)) for item in items if item in alone)]
+
+
+def apart(units: Sequence[Unit]) -> list[Unit]:
+    """Return the units with a copy of each array that has some of the memory of another one's ``out``.
+
+    Packed arrays are copied anyway before any result is written.
+    """
+    items = [item for unit in units for item in unit.items]
+    late = [item for unit in units for item in unit.large]
+    found: set[Item] = set()
+    if late and len(items) > 1:
+        found.update(items[number] for number in numbers_overwritten(items, late))
+    if not found:
+        return [*units]
+    copies = {item: replace(item, array=item.array.copied()) for item in found}
+    return [replace(unit, items=tuple(copies.get(item, item) for item in unit.items)) for unit in units]
+
+
+def numbers_overwritten(items: Sequence[Item], late: Iterable[Item]) -> list[int]:
+    """Return the numbers of those of ``late`` that have some of the memory of another item's ``out``."""
+    results = [(number, item.out.span()) for number, item in enumerate(items) if item.out is not None]
+    if not results:
+        return []
+    numbers = {item: number for number, item in enumerate(items)}
+    return overwritten([(numbers[item], item.array.span()) for item in late], results)
 
 
 def _count(items: Iterable[Item]) -> int:

@@ -131,7 +131,8 @@ class Verbs(VerbCalls):
             arrays: by name; of any shapes and dtypes.
             name: the collective's name; None: the first of the names of ``arrays``, in their order as text.
             op: see ``all_reduce``, also for what follows.
-            out: where the results go, by the same names; any may be the array itself.
+            out: where the results go, by the same names; any may be the array itself. An array in the memory of
+                another's ``out`` is copied first, and refused on a device.
             timeout: see ``all_reduce``.
             priority: see ``all_reduce``.
             wire_dtype: see ``all_reduce``.

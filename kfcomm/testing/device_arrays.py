@@ -134,6 +134,10 @@ class FakeRepeat:
         out.version += 1
         return source, out.reshape(-1), out
 
+    def spans(self, source: FakeArray, target: FakeArray) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Addresses that both take up."""
+        return FakeKind().span(source), FakeKind().span(target)
+
     def are_at(self, arrays: Sequence[FakeArray], places: Sequence[FakeArray], *, written: bool) -> bool:
         """A fake array stays where it is."""
         for x in arrays if written else ():

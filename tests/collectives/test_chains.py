@@ -255,3 +255,66 @@ async def test_a_cancelled_call_can_be_made_again_at_once() -> None:
                 return await comm.all_reduce_many(inputs(comm.rank), "step")
 
             assert_sums(await everywhere(comms, call), sums())
+
+
+# ---------------------------------------------------------------- results in the memory of other inputs
+
+
+@pytest.mark.asyncio
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 200)), min_size=2, max_size=6),
+    st.randoms(use_true_random=False),
+    st.sampled_from(("auto", "ring", "binary_tree", "small")),
+)
+async def test_results_may_go_where_other_inputs_are(forms: list[tuple[int, int]], random: Any, strategy: str) -> None:
+    """Inputs anywhere in one buffer, and results one after the other in some order, as arrays are moved by a call."""
+    order = list(range(len(forms)))
+    random.shuffle(order)
+    into: dict[str, slice] = {}
+    end = 20
+    for at in order:
+        into[f"x{at}"] = slice(end, end + forms[at][0])
+        end += forms[at][0]
+    sources = {f"x{at}": slice(begin, begin + size) for at, (size, begin) in enumerate(forms)}
+    async with world(SIZE, strategy="auto" if strategy == "small" else strategy) as comms:
+        if strategy == "small":
+            await everywhere(comms, lambda comm: comm.set_strategy(in_small_chunks(comm)))
+        for use in range(USES):
+            buffers = [np.arange(600, dtype=np.float32) + 1000 * rank for rank in range(SIZE)]
+            total = np.sum(buffers, axis=0)
+            wanted = {name: total[where] for name, where in sources.items()}
+            xs = [{name: one[where] for name, where in sources.items()} for one in buffers]
+            outs = [{name: one[into[name]] for name in sources} for one in buffers]
+            if use % 2:
+                results = await everywhere(
+                    comms,
+                    lambda comm, xs=xs, outs=outs: comm.all_reduce(
+                        list(xs[comm.rank].values()), "list", out=list(outs[comm.rank].values())
+                    ),
+                )
+                results = [dict(zip(sources, result, strict=True)) for result in results]
+            else:
+                results = await everywhere(
+                    comms, lambda comm, xs=xs, outs=outs: comm.all_reduce_many(xs[comm.rank], out=outs[comm.rank])
+                )
+            assert_sums(results, wanted)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", ["broadcast", "all_gather", "reduce"])
+async def test_results_of_other_verbs_may_go_where_other_inputs_are(verb: str) -> None:
+    async with world(SIZE) as comms:
+        for _ in range(USES):
+            buffers = [np.arange(3000, dtype=np.float32) + 10_000 * rank for rank in range(SIZE)]
+            xs = [[one[:300], one[300:600], one[600:900]] for one in buffers]
+            wanted = await everywhere(comms, lambda comm, xs=xs: getattr(comm, verb)([x.copy() for x in xs[comm.rank]]))
+            length = 300 * (SIZE if verb == "all_gather" else 1)
+            outs = [[one[at : at + length] for at in (300, 300 + length, 2100)] for one in buffers]
+            shaped = [[x.reshape(SIZE, -1) if verb == "all_gather" else x for x in some] for some in outs]
+            await everywhere(
+                comms, lambda comm, xs=xs, outs=shaped: getattr(comm, verb)(xs[comm.rank], out=outs[comm.rank])
+            )
+            for comm in comms:
+                if wanted[comm.rank] is not None:
+                    assert all(same_bits(*pair) for pair in zip(shaped[comm.rank], wanted[comm.rank], strict=True))

@@ -8,6 +8,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
+from kfcomm.arrays import overwritten
 from kfcomm.arrays.kinds import kind_of
 from kfcomm.collectives.compiled import NO_ARRAY, CompiledCall, CompiledUse
 from kfcomm.collectives.handle import Handle, looked_at
@@ -234,6 +235,10 @@ class BatchRepeat:
             targets.append(target)
         if out is None:
             return sources, targets, {name: values[name] for name in arrays}
+        repeats = [repeat for _, repeat in self._repeats]
+        spans = [one.spans(source, target) for one, source, target in zip(repeats, sources, targets, strict=True)]
+        if overwritten(enumerate(of for of, _ in spans), enumerate(of for _, of in spans)):
+            return None
         names = [name for name, _ in self._repeats]
         given, outs = ([ref(some[name]) for name in names] for some in (arrays, out))
         self._latest = (names, given, outs, sources, targets)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kfcomm.collectives.on_device import backed
-from kfcomm.errors import CollectiveError, CollectiveMismatch, PeerLost
+from kfcomm.errors import CollectiveError, CollectiveMismatch, ConfigError, PeerLost
 from tests.collectives.on_device.worlds import DeviceWorld, device_world
 from tests.conformance.worlds import assert_kinds, ends, everywhere, until
 
@@ -104,4 +104,24 @@ async def test_a_refused_launch_fails_a_repeated_batch(monkeypatch: pytest.Monke
         errors = await world.ends(lambda comm: inits[comm.rank].start())
         assert all(isinstance(error, CollectiveError) for error in errors)
         assert "aborted or closed" in str(errors[1])
+        await world.works()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_repeated", [False, True])
+async def test_results_in_the_memory_of_other_inputs_are_refused(is_repeated: bool) -> None:
+    async with device_world(2) as world:
+        for _ in range(4 if is_repeated else 0):
+            xs, outs = ([mapping(world, comm, 1) for comm in world.comms] for _ in range(2))
+            await everywhere(
+                world.comms,
+                lambda comm, xs=xs, outs=outs: comm.all_reduce_many(xs[comm.rank], "m", out=outs[comm.rank]),
+            )
+        xs = [mapping(world, comm, 1) for comm in world.comms]
+        turned = [{"a": one["b"], "b": one["a"], "c": one["c"]} for one in xs]
+        calls: list[Any] = [lambda comm: comm.all_reduce_many(xs[comm.rank], "m", out=turned[comm.rank])]
+        calls.append(lambda comm: comm.all_reduce([*xs[comm.rank].values()], out=[*turned[comm.rank].values()]))
+        for call in calls:
+            assert_kinds(await ends(world.comms, call), ConfigError)
+        await everywhere(world.comms, lambda comm: comm.all_reduce_many(xs[comm.rank], "m", out=xs[comm.rank]))
         await world.works()
