@@ -38,7 +38,7 @@ from kfcomm.collectives.units import (
     many_key,
     numbers_overwritten,
     units_of,
-)  # fmt: skip
+)
 from kfcomm.common.arguments import checked_name
 from kfcomm.errors import ConfigError, KfcommError
 from kfcomm.types import Op, Verb
