@@ -1,7 +1,7 @@
 """Devices that a computation runs on, which JAX tells only when it compiles.
 
-With ``jax.distributed`` these can be of several processes. Two operations know them, since it is their lowering that
-asks: neither is needed, or made, in a process of its own.
+With ``jax.distributed`` they may belong to several processes. Two operations look at them while they are lowered; a
+process that is alone makes neither.
 """
 
 from __future__ import annotations
