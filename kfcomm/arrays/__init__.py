@@ -252,27 +252,30 @@ def span_of(array: Array) -> Span:
     return begin, end if array.size else begin
 
 
-def overwritten(inputs: Iterable[tuple[int, Span]], results: Iterable[tuple[int, Span]]) -> list[int]:
-    """Return the numbers of those inputs of which results with other numbers take some of the memory.
+def overwritten(inputs: Iterable[Span | None], results: Iterable[Span | None]) -> list[int]:
+    """Return the places of inputs whose memory is also that of a result at another place, at least in part.
 
-    ``results``: each with a number of its own. Cost: O(n log n).
+    ``None`` is an input that may be overwritten, or the lack of a result. Cost: O(n log n).
     """
-    spans = sorted((begin, end, number) for number, (begin, end) in results if begin < end)
+    spans = sorted((*span, place) for place, span in enumerate(results) if span is not None and span[0] < span[1])
     begins = [begin for begin, _, _ in spans]
-    # Of the results up to each, in the order of their addresses: the two that reach furthest, as end and number.
+    # Of the results up to each, in the order of their addresses: the two that reach furthest, as end and place.
     furthest: list[tuple[Span, Span]] = []
     first = second = (0, -1)
-    for _, end, number in spans:
+    for _, end, place in spans:
         if end > first[0]:
-            first, second = (end, number), first
+            first, second = (end, place), first
         elif end > second[0]:
-            second = (end, number)
+            second = (end, place)
         furthest.append((first, second))
     found = []
-    for number, (begin, end) in inputs:
+    for place, span in enumerate(inputs):
+        if span is None:
+            continue
+        begin, end = span
         before = bisect_left(begins, end)
-        if before and any(reach > begin and other != number for reach, other in furthest[before - 1]):
-            found.append(number)
+        if before and any(reach > begin and other != place for reach, other in furthest[before - 1]):
+            found.append(place)
     return found
 
 

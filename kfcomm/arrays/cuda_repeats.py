@@ -17,11 +17,24 @@ from kfcomm.arrays.devices.cuda import load_cupy
 _PER_THREAD_STREAM = 2
 
 
-class CupyRepeat:
+class _ByAddress:
+    """Memory of known sizes, by address."""
+
+    __slots__ = ("_nbytes",)
+
+    _nbytes: tuple[int, int]  # of the input and of the result
+
+    def spans(self, source: int, target: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Addresses that both take up."""
+        from_nbytes, to_nbytes = self._nbytes
+        return (source, source + from_nbytes), (target, target + to_nbytes)
+
+
+class CupyRepeat(_ByAddress):
     """Implements `kfcomm.arrays.kinds.Repeat` for `cupy.ndarray`; places are addresses, streams CUDA's numbers."""
 
     __slots__ = (
-        "_current", "_device_now", "_dtype", "_gets", "_in_place", "_is_capturing", "_make", "_nbytes", "_ordinal",
+        "_current", "_device_now", "_dtype", "_gets", "_in_place", "_is_capturing", "_make", "_ordinal",
         "_shape", "_type",
     )  # fmt: skip
 
@@ -76,20 +89,15 @@ class CupyRepeat:
             return None
         return source, target, out
 
-    def spans(self, source: int, target: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Addresses that both take up."""
-        from_nbytes, to_nbytes = self._nbytes
-        return (source, source + from_nbytes), (target, target + to_nbytes)
-
     def are_at(self, arrays: Sequence[Any], places: Sequence[int], *, written: bool) -> bool:
         """An array of CuPy stays where it is."""
         return True
 
 
-class TorchRepeat:
+class TorchRepeat(_ByAddress):
     """Implements `kfcomm.arrays.kinds.Repeat` for `torch.Tensor` and `torch.nn.Parameter`; results are torch's own."""
 
-    __slots__ = ("_current", "_device_now", "_dtype", "_gets", "_in_place", "_is_capturing", "_nbytes", "_ordinal",
+    __slots__ = ("_current", "_device_now", "_dtype", "_gets", "_in_place", "_is_capturing", "_ordinal",
                  "_shape", "_types", "_written")  # fmt: skip
 
     def __init__(self, x: Any, gets: tuple[int, ...] | None, device: Device, *, in_place: bool) -> None:
@@ -144,11 +152,6 @@ class TorchRepeat:
         if not out.is_inference():
             self._written(out)
         return source, target, out
-
-    def spans(self, source: int, target: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Addresses that both take up."""
-        from_nbytes, to_nbytes = self._nbytes
-        return (source, source + from_nbytes), (target, target + to_nbytes)
 
     def are_at(self, arrays: Sequence[Any], places: Sequence[int], *, written: bool) -> bool:
         """Whether no tensor was given other memory."""

@@ -33,10 +33,10 @@ from kfcomm.collectives.units import (
     Unit,
     apart,
     digest_of,
+    items_overwritten,
     list_key,
     listing_of,
     many_key,
-    numbers_overwritten,
     units_of,
 )
 from kfcomm.common.arguments import checked_name
@@ -335,9 +335,8 @@ def outs_in_order(out: Any, xs: Sequence[Any]) -> list[Any]:
 
 def _check_apart(items: Sequence[Item]) -> None:
     """Raise `ConfigError` for arrays on devices that have some of the memory of another one's ``out``."""
-    for number in numbers_overwritten(items, items):
-        name = items[number].name
-        raise ConfigError(f"{name} has some of the memory of out for another array: give separate memory")
+    for item in items_overwritten(items, {*items}):
+        raise ConfigError(f"{item.name} has some of the memory of out for another array: give separate memory")
 
 
 def item_of(name: str, x: Any, out: Any, spec: VerbSpec = SPECS[ALL_REDUCE], *, size: int = 0) -> Item:

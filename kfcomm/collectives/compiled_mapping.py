@@ -64,10 +64,9 @@ class CompiledMapping(Compiled):
         except MemoryError:  # the other ranks have to be told
             return None
         results = [one.reshape(-1) for one in large]
-        if outs is not None and len(large) > 1:
-            spans = [*enumerate(map(span_of, results))]
-            if overwritten(enumerate(map(span_of, flats[-len(large) :])), spans):
-                return None
+        may_overwrite = outs is not None and len(large) > 1
+        if may_overwrite and overwritten(map(span_of, flats[-len(large) :]), map(span_of, results)):
+            return None
         whole = in_a_row(results if packed is None else [packed, *results])
         inner: Handle[Any] = Handle(loop=self.engine.loop)
         begun = self.begin(inner, in_a_row(flats), whole, None)

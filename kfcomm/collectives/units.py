@@ -185,23 +185,21 @@ def apart(units: Sequence[Unit]) -> list[Unit]:
     Packed arrays are copied anyway before any result is written.
     """
     items = [item for unit in units for item in unit.items]
-    late = [item for unit in units for item in unit.large]
-    found: set[Item] = set()
+    late = {item for unit in units for item in unit.large}
+    copies: dict[Item, Item] = {}
     if late and len(items) > 1:
-        found.update(items[number] for number in numbers_overwritten(items, late))
-    if not found:
+        copies = {one: replace(one, array=one.array.copied()) for one in items_overwritten(items, late)}
+    if not copies:
         return [*units]
-    copies = {item: replace(item, array=item.array.copied()) for item in found}
-    return [replace(unit, items=tuple(copies.get(item, item) for item in unit.items)) for unit in units]
+    return [replace(unit, items=tuple(copies.get(one, one) for one in unit.items)) for unit in units]
 
 
-def numbers_overwritten(items: Sequence[Item], late: Iterable[Item]) -> list[int]:
-    """Return the numbers of those of ``late`` that have some of the memory of another item's ``out``."""
-    results = [(number, item.out.span()) for number, item in enumerate(items) if item.out is not None]
-    if not results:
+def items_overwritten(items: Sequence[Item], late: set[Item]) -> list[Item]:
+    """Return those of ``late`` whose array has some of the memory of another one's ``out``."""
+    results = [None if item.out is None else item.out.span() for item in items]
+    if not any(results):
         return []
-    numbers = {item: number for number, item in enumerate(items)}
-    return overwritten([(numbers[item], item.array.span()) for item in late], results)
+    return [items[at] for at in overwritten((one.array.span() if one in late else None for one in items), results)]
 
 
 def _count(items: Iterable[Item]) -> int:

@@ -237,7 +237,7 @@ class BatchRepeat:
             return sources, targets, {name: values[name] for name in arrays}
         repeats = [repeat for _, repeat in self._repeats]
         spans = [one.spans(source, target) for one, source, target in zip(repeats, sources, targets, strict=True)]
-        if overwritten(enumerate(of for of, _ in spans), enumerate(of for _, of in spans)):
+        if overwritten(*zip(*spans, strict=True)):
             return None
         names = [name for name, _ in self._repeats]
         given, outs = ([ref(some[name]) for name in names] for some in (arrays, out))
